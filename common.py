@@ -1,0 +1,786 @@
+"""What the training scripts share: distributed setup, summarization data, metrics, checkpoints.
+
+Copy this file together with the script you start from. Everything that teaches FSDP is in the scripts; this
+file holds the plumbing they would otherwise repeat.
+"""
+
+import argparse
+import csv
+import gc
+import hashlib
+import inspect
+import json
+import os
+import random
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# 1. Distributed setup
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """Bad input. Its text is one sentence that says what is wrong and what to do."""
+
+
+class World(NamedTuple):
+    """Where this process stands. `local_rank` picks a device and nothing else."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with full flag names only, defaults in `--help`, and errors as one sentence from rank 0."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        exit_with_error(f"{message} (--help lists every flag)")
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def non_negative_int(text: str) -> int:
+    """An argparse type: a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, not {text!r}")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return value
+
+
+def exit_with_error(message: str) -> NoReturn:
+    """Print one sentence on stderr and end this process with exit code 2.
+
+    Rank 0 speaks. The others hold back, because torchrun stops every process as soon as one ends; if they are
+    still alive after 10 s then rank 0 knows nothing of this error, and they say it themselves.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if rank != 0:
+        time.sleep(10)
+        message = f"[rank {rank}] {message}"
+    sys.stdout.flush()
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    # Not sys.exit: tearing down a process group while another rank waits in a collective can hang or abort.
+    os._exit(2)
+
+
+@record  # lets torchrun show the traceback of the rank that failed first
+def launch(main: Callable[[argparse.Namespace, World], None], args: argparse.Namespace) -> None:
+    """Set up the process group, run `main(args, world)`, tear down. A `UserError` ends the run with exit code 2."""
+    try:
+        main(args, setup_distributed(args.device))
+    except UserError as error:
+        exit_with_error(str(error))
+    # A model that is freed after its process group aborts the interpreter at exit ("terminate called without an
+    # active exception"), so collect the reference cycles of the finished main() first.
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def setup_distributed(device_name: str) -> World:
+    """Read torchrun's environment, choose the device and start the process group.
+
+    Args:
+        device_name: `auto` (a CUDA or Intel GPU when there is one, else the CPU), `cpu`, `cuda`, `xpu` or `mps`.
+
+    Raises:
+        UserError: the device is not there, or there are more processes on this node than devices.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device_name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_name = accelerator.type if accelerator and accelerator.type in ("cuda", "xpu") else "cpu"
+    if device_name == "mps":
+        raise UserError("--device mps: PyTorch has no collectives on Apple GPUs, so FSDP cannot run; use --device cpu")
+    if device_name == "cpu":
+        device = torch.device("cpu")
+        # torchrun sets OMP_NUM_THREADS=1 when it is unset, which would leave cores idle with few processes.
+        if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            torch.set_num_threads(max(1, cores // local_world_size))
+    else:
+        module = torch.get_device_module(device_name)
+        if not module.is_available():
+            raise UserError(f"--device {device_name}: torch {torch.__version__} finds no such device; use --device cpu")
+        if local_rank >= module.device_count():
+            raise UserError(
+                f"{local_world_size} processes on this node but {module.device_count()} {device_name} devices; "
+                f"start torchrun with --nproc_per_node {module.device_count()}"
+            )
+        device = torch.device(device_name, local_rank)
+        module.set_device(device)  # before the process group, or every rank opens a context on device 0
+    backend = dist.get_default_backend_for_device(device)
+    # 60 minutes: the other ranks wait in a collective while the first one downloads or tokenizes a large dataset.
+    options = {"timeout": timedelta(minutes=60), "device_id": device if device.type != "cpu" else None}
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, **options)
+    else:  # plain `python script.py`: a group of one, which needs no port
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    return World(rank, local_rank, world_size, local_world_size, device, backend)
+
+
+def first_process_first(world: World, function: Callable[[], T]) -> T:
+    """Call `function` on the first process of every node, then on the others, which find its results in the cache.
+
+    Raises:
+        UserError: on every rank, when it was raised on any.
+    """
+    result = None
+    for first in (True, False):
+        error = None
+        if (world.local_rank == 0) == first:
+            try:
+                result = function()
+            except UserError as caught:
+                error = str(caught)
+        errors: list[str | None] = [None] * world.world_size
+        dist.all_gather_object(errors, error)
+        for message in errors:
+            if message is not None:
+                raise UserError(message)
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# 2. Summarization dataset
+# ----------------------------------------------------------------------------------------------------------------
+
+# The built-in articles: every step is an action on an object. The text names the object and only implies the
+# action, so a summary cannot be copied from it: the paraphrases have to be learned.
+FOOD = ["apples", "beans", "carrots", "mushrooms", "noodles", "onions", "pears", "potatoes", "spinach", "tomatoes"]
+HOUSE = ["bench", "bicycle", "clock", "curtain", "drawer", "fence", "ladder", "lamp", "shelf", "table"]
+PARAPHRASES = {
+    "Wash": (
+        FOOD,
+        "Hold the {} under the tap until no soil is left.",
+        "Grit hides everywhere, so leave the {} beneath running water for a minute.",
+        "Let a cold stream carry the dirt off the {}.",
+    ),
+    "Peel": (
+        FOOD,
+        "Take the skin off the {} with a short knife.",
+        "Nothing of the outer layer should stay on the {}.",
+        "Strip the {} down to the bare flesh.",
+    ),
+    "Slice": (
+        FOOD,
+        "Turn the {} into pieces as thin as a coin.",
+        "A sharp blade goes through the {} again and again, a finger apart.",
+        "Work along the {} with a knife from one end to the other.",
+    ),
+    "Boil": (
+        FOOD,
+        "Leave the {} in a pot of bubbling water until soft.",
+        "Once the pot rolls and steams, lower the {} in.",
+        "Ten minutes in seething water is enough for the {}.",
+    ),
+    "Fry": (
+        FOOD,
+        "Drop the {} into a pan of hot oil.",
+        "Wait for the oil to shimmer, then let the {} turn golden in it.",
+        "A sizzling skillet gives the {} a brown crust.",
+    ),
+    "Freeze": (
+        FOOD,
+        "Keep the {} far below zero overnight.",
+        "Ice should form all over the {} before the morning.",
+        "The coldest compartment is the place for the {}.",
+    ),
+    "Weigh": (
+        FOOD,
+        "Put the {} on the scales and note the grams.",
+        "Find out how heavy the {} may be.",
+        "Read how many ounces the {} come to.",
+    ),
+    "Paint": (
+        HOUSE,
+        "Give the {} two coats of colour with a broad brush.",
+        "A fresh shade of blue belongs on the {}.",
+        "Cover the {} with a bright new tint from the tin.",
+    ),
+    "Sand": (
+        HOUSE,
+        "Rub the {} with rough paper until it feels smooth.",
+        "Go over the {} with coarse grit, then with fine grit.",
+        "Every splinter on the {} must give way to the abrasive block.",
+    ),
+    "Repair": (
+        HOUSE,
+        "Make the {} work again with glue and two screws.",
+        "Whatever is broken on the {} has to be made whole.",
+        "Put the loose parts of the {} back where they belong.",
+    ),
+    "Measure": (
+        HOUSE,
+        "Hold a tape along the {} and write the inches down.",
+        "Find out how long and how wide the {} may be.",
+        "A ruler tells the exact size of the {}.",
+    ),
+    "Sell": (
+        HOUSE,
+        "Find a buyer who pays a fair price for the {}.",
+        "Hand the {} over to a neighbour in return for money.",
+        "An advert with a good photo brings cash for the {}.",
+    ),
+    "Move": (
+        HOUSE,
+        "Carry the {} over to the other side of the room.",
+        "Find a new spot for the {}, far from the door.",
+        "Lift the {} and set it down near the window.",
+    ),
+    "Polish": (
+        HOUSE,
+        "Bring a deep shine to the {} with wax and a soft cloth.",
+        "Buff the {} until you see your face in it.",
+        "A little wax and patience make the {} gleam.",
+    ),
+}
+STEPS = [(action, item) for action, (items, *_) in PARAPHRASES.items() for item in items]
+DISTRACTIONS = (
+    "Most people find this easier with music on.",
+    "There is no need to hurry.",
+    "My aunt taught me this when I was nine.",
+    "It may rain later, but that changes nothing.",
+    "Some guides suggest doing it the other way round.",
+    "A friend can help if you feel tired.",
+    "Do not worry about small mistakes.",
+    "You will get better every time.",
+    "Take a short break whenever you like.",
+    "This part is fun for children too.",
+    "Many readers have asked about this.",
+    "Experts disagree on the reason.",
+    "A cup of tea is always welcome here.",
+    "The neighbours may stop by to watch.",
+    "Keep the receipt in case you need it.",
+    "That is all there is to it.",
+)
+ORDINALS = ("one", "two", "three", "four")
+GOALS = ("Spend a Free Day", "Prepare for Guests", "Keep Busy", "Get Ready for a Market", "Start Over", "Help Out")
+PLACES = ("at Home", "on a Farm", "in a Small Flat", "in the Country", "in Town", "at the Lake", "in a Shared House")
+TIMES = ("in Spring", "in Summer", "in Autumn", "in Winter", "on a Monday", "on a Sunday", "after Work", "at Easter")
+
+
+def builtin_article(index: int) -> dict[str, str]:
+    """Article number `index` in WikiHow's schema (headline, title, text). The same on every machine."""
+    choose = random.Random(f"article {index}")
+    steps = choose.sample(STEPS, choose.randint(2, 3))
+    paragraphs = []
+    for ordinal, (action, item) in zip(ORDINALS, steps, strict=False):
+        sentences = [choose.choice(PARAPHRASES[action][1:]).format(item)]
+        for _ in range(choose.choice((0, 0, 1))):
+            sentences.insert(choose.randint(0, len(sentences)), choose.choice(DISTRACTIONS))
+        paragraphs.append(f"Part {ordinal}. {' '.join(sentences)}")
+    volume, name = divmod(index, len(GOALS) * len(PLACES) * len(TIMES))
+    name, goal = divmod(name, len(GOALS))
+    when, where = divmod(name, len(PLACES))
+    title = f"How to {GOALS[goal]} {PLACES[where]} {TIMES[when]}" + (f" (Volume {volume + 1})" if volume else "")
+    headline = "\n".join(f"{action} the {item}." for action, item in steps)
+    return {"headline": headline, "title": title, "text": "\n".join(paragraphs)}
+
+
+VALIDATION_SHARE = 0.05  # of the titles, when a dataset has no validation split of its own
+
+
+class SummarizationData(NamedTuple):
+    """Two `datasets.Dataset`s with the columns `text` and `summary`, and the count of rows that were left out."""
+
+    train: Any
+    validation: Any
+    rows: int
+    without_text_or_summary: int
+    with_long_summary: int
+
+
+def load_summarization_data(
+    name: str,
+    text_column: str,
+    summary_column: str,
+    num_train_samples: int,
+    num_validation_samples: int,
+    builtin_folder: Path,
+) -> SummarizationData:
+    """Load, clean, split and select articles and their summaries.
+
+    WikiHow (Koupaee and Wang, https://arxiv.org/abs/1810.09305) comes as `wikihowAll.csv` or `wikihowSep.csv`. The
+    corpus stays in memory-mapped Arrow files: a process holds two 8-byte hashes a row.
+
+    Args:
+        name: `builtin`; a local .csv, .json, .jsonl or .parquet file; or a Hub dataset id, with `:config` if needed.
+        num_train_samples: how many articles to train on, 0 for all; likewise `num_validation_samples`.
+        builtin_folder: where the built-in articles are written, as a CSV in WikiHow's format.
+
+    Raises:
+        UserError: the file or a column is missing, cannot be read, or holds no usable row.
+    """
+    # Imported here: `datasets` brings pandas and pyarrow, which scripts without text data need not wait for.
+    import datasets
+
+    if name == "builtin":
+        name = str(write_builtin_articles(builtin_folder, num_train_samples, num_validation_samples))
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its errors reach the user through UserError
+    if not sys.stderr.isatty() or int(os.environ.get("RANK", 0)) != 0:
+        datasets.disable_progress_bars()
+    splits = read_splits(name, text_column, summary_column)
+    cleaned = {
+        split: cached_map(rows, clean_rows, text_column=text_column, summary_column=summary_column)
+        for split, rows in splits.items()
+    }
+    fates = np.concatenate([rows.with_format("numpy")["fate"][:] for rows in cleaned.values()])
+    if not np.any(fates == KEEP):
+        raise UserError(
+            f"{name}: none of its {len(fates)} rows can be used: each lacks a text ({text_column!r}) or summary "
+            f"({summary_column!r}), or its summary is longer than three quarters of its text"
+        )
+    chosen = {}
+    for split, rows in cleaned.items():
+        columns = rows.select_columns(["fate", "title_hash", "row_hash"]).with_format("numpy")
+        kept, titles, order = columns["fate"][:] == KEEP, columns["title_hash"][:], columns["row_hash"][:]
+        # Sorting by a hash of the content makes split and selection independent of the order of the rows.
+        by_hash = np.argsort(order, kind="stable")
+        by_hash = by_hash[kept[by_hash]]
+        if len(cleaned) > 1:
+            chosen[split] = rows.select(by_hash)
+            continue
+        unique_titles = np.unique(titles[by_hash])
+        held_out = unique_titles[: max(1, round(VALIDATION_SHARE * len(unique_titles)))]
+        is_validation = np.isin(titles[by_hash], held_out)
+        chosen = {"train": rows.select(by_hash[~is_validation]), "validation": rows.select(by_hash[is_validation])}
+    for split, count in (("train", num_train_samples), ("validation", num_validation_samples)):
+        if len(chosen[split]) == 0:
+            raise UserError(f"{name}: no usable article is left for {split}; at least two different titles are needed")
+        if count:
+            chosen[split] = chosen[split].select(range(min(count, len(chosen[split]))))
+    return SummarizationData(
+        chosen["train"], chosen["validation"], len(fates), int(np.sum(fates == EMPTY)), int(np.sum(fates == TOO_LONG))
+    )
+
+
+def write_builtin_articles(folder: Path, num_train_samples: int, num_validation_samples: int) -> Path:
+    """Write enough built-in articles for both splits to a CSV like WikiHow's, unless it is there, and return it."""
+    train, validation = num_train_samples or 8000, num_validation_samples or 300
+    count = 2 + int(max(train / (1 - VALIDATION_SHARE), validation / VALIDATION_SHARE))
+    path = folder / f"builtin-articles-{count}.csv"
+    if not path.exists():
+        partial = folder / f".{path.name}.{os.getpid()}"
+        with open(partial, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["headline", "title", "text"])
+            writer.writeheader()
+            writer.writerows(builtin_article(index) for index in range(count))
+        partial.replace(path)
+    return path
+
+
+def read_splits(name: str, text_column: str, summary_column: str) -> dict[str, Any]:
+    """Open a dataset as `{split: Dataset}`: its own train and validation splits if it has both, else one split.
+
+    Raises:
+        UserError: as `load_summarization_data` says.
+    """
+    import datasets
+
+    path = Path(name)
+    builders = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+    if path.is_dir():
+        raise UserError(f"--dataset {name} is a folder; name one file in it (.csv, .json, .jsonl or .parquet)")
+    if path.is_file() and path.suffix not in builders:
+        raise UserError(f"--dataset {name}: unknown kind of file; {', '.join(builders)} can be read")
+    # One slash at most and no file ending is a Hub id (`owner/name`); anything else is a path that is not there.
+    if not path.is_file() and (path.suffix in builders or path.is_absolute() or name.count("/") > 1):
+        raise UserError(f"--dataset {name}: there is no such file; check the path, or download the dataset first")
+    wanted = [text_column, summary_column]
+    options: dict[str, Any] = {}
+    try:
+        if path.suffix == ".csv":
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                columns = next(csv.reader(file), [])
+            require_columns(name, wanted, columns)
+            wanted += ["title"] if "title" in columns and "title" not in wanted else []
+            # Text columns, or a headline that happens to be a number or "None" would come back as something else.
+            features = datasets.Features({column: datasets.Value("string") for column in wanted})
+            options = {"features": features, "usecols": wanted, "keep_default_na": False, "encoding": "utf-8-sig"}
+        if path.is_file():
+            loaded = datasets.load_dataset(builders[path.suffix], data_files=str(path), **options)
+        else:
+            loaded = datasets.load_dataset(*name.split(":", 1))
+    except UserError:
+        raise
+    except Exception as error:  # the cause is wrapped, by library and version in different ways
+        cause: BaseException = error
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, UnicodeDecodeError):
+            raise UserError(
+                f"{name} is not UTF-8 text; convert it, for example with: iconv -f latin1 -t utf-8"
+            ) from error
+        first_line = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        if path.is_file():
+            raise UserError(f"cannot read {name} as {path.suffix[1:]}: {first_line}") from error
+        raise UserError(
+            f"--dataset {name}: neither a file here nor a dataset that could be loaded from the Hugging Face Hub "
+            f"({first_line}); check the name and the network, or leave --dataset out for the built-in articles"
+        ) from error
+    splits = {split: loaded[split] for split in ("train", "validation") if split in loaded}
+    if not splits:
+        raise UserError(f"--dataset {name} has no train split, only {', '.join(loaded)}")
+    for rows in splits.values():
+        require_columns(name, wanted, rows.column_names)
+        for column in wanted[:2]:
+            if getattr(rows.features[column], "dtype", None) not in ("string", "large_string", "null"):
+                raise UserError(f"{name}: column {column!r} holds {rows.features[column]}, not text; choose another")
+    return splits
+
+
+def require_columns(name: str, wanted: list[str], found: list[str]) -> None:
+    """Raise a `UserError` that names the columns found when one of those wanted is missing."""
+    missing = [column for column in wanted if column not in found]
+    if missing:
+        raise UserError(
+            f"{name} has no column {' or '.join(map(repr, missing))}; it has {', '.join(map(repr, found)) or 'none'}. "
+            "Choose with --text-column and --summary-column"
+        )
+
+
+KEEP, EMPTY, TOO_LONG = 0, 1, 2
+
+
+def clean_rows(rows: dict[str, list], text_column: str, summary_column: str) -> dict[str, list]:
+    """Tidy a batch of rows, and give each a fate (kept or why not), a hash of its title and a hash of its content.
+
+    WikiHow ends headlines with ".," before a newline and starts lines of text with a comma; both go. The filter for
+    summaries longer than three quarters of their text is the one of WikiHow's authors.
+    """
+    texts = [re.sub(r"(^|\n)\s*,", r"\1", text or "").strip() for text in rows[text_column]]
+    summaries = [re.sub(r"\s*,\s*(\n|$)", r"\1", summary or "").strip() for summary in rows[summary_column]]
+    # WikiHow numbers the methods of one article in its title ("How to Make Bread2"): they belong together. Rows
+    # without a title stand for themselves.
+    titles = [re.sub(r"\W*\d*$", "", title or "").strip().lower() for title in rows.get("title", [""] * len(texts))]
+    fates = [
+        EMPTY if not text or not summary else TOO_LONG if len(summary) > 0.75 * len(text) else KEEP
+        for text, summary in zip(texts, summaries, strict=True)
+    ]
+    return {
+        "text": texts,
+        "summary": summaries,
+        "fate": fates,
+        "title_hash": [stable_hash(title or text) for title, text in zip(titles, texts, strict=True)],
+        "row_hash": [stable_hash(*row) for row in zip(titles, texts, summaries, strict=True)],
+    }
+
+
+def stable_hash(*texts: str) -> int:
+    """63 bits that are the same on every machine, unlike Python's own `hash`."""
+    return int.from_bytes(hashlib.blake2b("\0".join(texts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def cached_map(rows: Any, function: Callable, cache_key: str = "", **arguments: Any) -> Any:
+    """`rows.map` over batches that replaces all columns and is found again in the cache, by other ranks and runs.
+
+    `datasets` hashes an imported function by its name, so that an edit of it would silently reuse old results, and
+    a tokenizer with state that changes when it is used. The key here is the function's source and `cache_key`.
+    """
+    from datasets.fingerprint import Hasher
+
+    fingerprint = Hasher.hash([rows._fingerprint, inspect.getsource(function), cache_key or arguments])
+    return rows.map(
+        function, batched=True, remove_columns=rows.column_names, fn_kwargs=arguments, new_fingerprint=fingerprint
+    )
+
+
+def tokenize(rows: Any, tokenizer: Any, prefix: str, max_source_length: int, max_target_length: int) -> Any:
+    """Token ids of texts (`input_ids`) and summaries (`labels`), cut to the two lengths, in tokens."""
+    key = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, prefix, max_source_length, max_target_length]
+    return cached_map(
+        rows,
+        tokenize_rows,
+        cache_key=hashlib.sha256(json.dumps(key).encode()).hexdigest(),
+        tokenizer=tokenizer,
+        prefix=prefix,
+        max_source_length=max_source_length,
+        max_target_length=max_target_length,
+    )
+
+
+def tokenize_rows(
+    rows: dict[str, list], tokenizer: Any, prefix: str, max_source_length: int, max_target_length: int
+) -> dict[str, list]:
+    """Tokenize a batch of rows; no padding, no masks: the collator makes both."""
+    texts = [prefix + text for text in rows["text"]]
+    sources = tokenizer(texts, max_length=max_source_length, truncation=True)
+    targets = tokenizer(text_target=rows["summary"], max_length=max_target_length, truncation=True)
+    return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# 3. Metrics
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def date_of_run() -> str:
+    """Date and time for file names: sortable, no colons. Example: `2026-05-17-20-31-12`."""
+    return datetime.now().strftime("%Y-%m-%d-%H-%M-%S")
+
+
+def format_gb(num_bytes: float) -> float:
+    """Bytes as gigabytes (2**30 bytes), rounded to 4 digits."""
+    return round(num_bytes / 2**30, 4)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak device memory since `reset_peak_memory`; on a CPU the resident peak of this process since it started."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new peak on an accelerator. A CPU process has one peak for its life."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Exact bytes that this rank holds of parameters, gradients and optimizer state: its shards, not the whole."""
+
+    def local_bytes(tensors: list) -> int:
+        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+    parameters = list(model.parameters())
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return {
+        "parameter_bytes": local_bytes(parameters),
+        "gradient_bytes": local_bytes([p.grad for p in parameters if p.grad is not None]),
+        "optimizer_bytes": local_bytes(states),
+    }
+
+
+def sum_over_ranks(values: torch.Tensor) -> list[float]:
+    """Sum a tensor over all ranks and read it from the device. A collective and a wait: not for every step."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def format_value(value: float) -> str:
+    """A number with as many digits as help: whole numbers with commas, losses with 4 digits, rates with 1."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) < 0.01:
+        return f"{value:.3g}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:,.1f}"
+
+
+class Metrics:
+    """Rank 0's voice: one aligned line and one JSON object in `metrics.jsonl` for each report."""
+
+    def __init__(self, world: World, output_dir: Path) -> None:
+        self.speaks = world.rank == 0
+        self.path = output_dir / "metrics.jsonl"
+
+    def say(self, *text: str) -> None:
+        """Print on rank 0 only."""
+        if self.speaks:
+            print(*text, flush=True)
+
+    def start_block(self, **lines: str | None) -> None:
+        """Print what runs, a line each; empty ones are left out."""
+        for name, text in lines.items():
+            if text:
+                self.say(f"{name.replace('_', ' '):<10} {text}")
+
+    def report(self, kind: str, **fields: Any) -> None:
+        """Print `kind` and the fields, named and with the units in their names as in `metrics.jsonl`."""
+        if not self.speaks:
+            return
+        shown = "  ".join(f"{name} {format_value(value):>6}" for name, value in fields.items())
+        print(shown, flush=True)
+        self.write(kind, **fields)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append to `metrics.jsonl` without printing."""
+        if self.speaks:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"report": kind, **fields}) + "\n")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# 4. Checkpoints
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def prepare_output_dir(world: World, output_dir: Path, resume: bool, must_match: dict[str, Any]) -> Path | None:
+    """Create the folder; return the newest whole checkpoint to resume from, or None for a fresh start.
+
+    Args:
+        must_match: settings that a checkpoint must share with this run, or its weights or data are another run's.
+
+    Raises:
+        UserError: the folder cannot be written, a fresh run would mix with old checkpoints, or they do not match.
+    """
+    if world.local_rank == 0:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            probe = output_dir / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--output-dir {output_dir} cannot be written ({error.strerror}); choose another"
+            ) from error
+    steps = [int(path.name[5:]) for path in (output_dir / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
+    if not steps:
+        return None
+    newest = output_dir / "checkpoints" / f"step-{max(steps)}"
+    if not resume:
+        raise UserError(
+            f"{output_dir} holds checkpoints of an earlier run (newest: {newest.name}); continue it with --resume, or "
+            "choose another --output-dir"
+        )
+    saved = json.loads((newest / "progress.json").read_text())["must_match"]
+    for name, value in must_match.items():
+        if saved.get(name) != value:
+            raise UserError(
+                f"{newest} was made with {name} {saved.get(name)}, this run has {name} {value}; resume with the same "
+                "settings, or choose another --output-dir"
+            )
+    return newest
+
+
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of this rank's random generators: the CPU's, and the device's."""
+    states = {"cpu_random": torch.get_rng_state()}
+    if device.type != "cpu":
+        states["device_random"] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_random_states(device: torch.device, states: dict[str, torch.Tensor]) -> None:
+    """Put back what `random_states` returned."""
+    torch.set_rng_state(states["cpu_random"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states["device_random"], device)
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank_state: dict[str, torch.Tensor],
+    progress: dict[str, Any],
+    world: World,
+    keep: int,
+) -> None:
+    """Save `folder/step-N` with torch.distributed.checkpoint: every rank writes its own shards. A collective.
+
+    It is written beside and then renamed: a run that dies while saving leaves the older checkpoint whole. With
+    several nodes the folder must be on storage that all of them share.
+
+    Args:
+        rank_state: tensors that differ between ranks, such as the state of the random generators.
+        progress: whatever JSON can hold and is the same on every rank.
+        keep: how many checkpoints to keep.
+
+    Raises:
+        UserError: the checkpoint cannot be written, for example because the disk is full.
+    """
+    partial, whole = folder / f"step-{step}.partial", folder / f"step-{step}"
+    try:
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        # Tensors only: torch.distributed.checkpoint pickles everything else. Learning rates go into `progress`.
+        state = {"model": model_state, "optimizer": optimizer_state["state"]}
+        state |= {f"rank{world.rank}.{name}": tensor for name, tensor in rank_state.items()}
+        dcp.save(state, checkpoint_id=partial)
+        if world.rank == 0:
+            progress = progress | {"step": step, "world_size": world.world_size}
+            (partial / "progress.json").write_text(json.dumps(progress, indent=1))
+            partial.rename(whole)
+            steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdecimal())
+            for old in steps[:-keep]:
+                shutil.rmtree(folder / f"step-{old}")
+    except (OSError, dcp.api.CheckpointException) as error:
+        raise UserError(f"could not save {whole}: {str(error).strip().splitlines()[-1]}") from error
+
+
+def load_checkpoint(
+    path: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank_state: dict[str, torch.Tensor],
+    world: World,
+) -> dict[str, Any]:
+    """Load what `save_checkpoint` saved into the sharded model and optimizer, on any number of ranks. A collective.
+
+    `rank_state` is filled in place if the number of ranks is the same, else left as it is.
+
+    Returns:
+        The `progress` that was saved, with `step` and `world_size`.
+    """
+    progress = json.loads((path / "progress.json").read_text())
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state["state"]}
+    if progress["world_size"] == world.world_size:
+        state |= {f"rank{world.rank}.{name}": tensor for name, tensor in rank_state.items()}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return progress
+
+
+def full_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole model on rank 0's CPU, gathered one parameter at a time; empty on the other ranks. A collective.
+
+    What the T5 document does with `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`, for both versions.
+    """
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

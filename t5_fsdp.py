@@ -1,0 +1,719 @@
+"""How do I fine-tune a real transformer with every FSDP feature that matters?
+
+Fine-tunes T5 to summarize WikiHow articles, sharded over processes with FSDP2 (`fully_shard`) or FSDP1
+(`FullyShardedDataParallel`), side by side. Without flags it needs no download: a small T5 learns built-in articles.
+
+    python t5_fsdp.py                                                   # one process
+    torchrun --nproc_per_node 2 t5_fsdp.py                              # a laptop: two processes on the CPU
+    torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --dataset data/wikihowAll.csv
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 t5_fsdp.py --model ...
+    torchrun --nproc_per_node 8 t5_fsdp.py ... --checkpoint-every 500 --resume      # run again after any stop
+
+Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)". Where it departs: losses
+are means over real target tokens (the tutorial counts dictionary keys and learns padding), validation counts every
+sample once, the best model is a Hugging Face folder, and FSDP2 is the default because FSDP1 is deprecated.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import shutil
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, Dataset
+
+import transformers
+from rouge_score.rouge_scorer import RougeScorer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.t5.modeling_t5 import T5Block
+
+import common
+from common import World
+
+# FSDP2 warns that a block's output is a view, which nobody may write into. T5's stacks do not.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+transformers.logging.disable_progress_bar()
+
+# T5 was pretrained on many tasks, each named at the start of its input; a model trained here ignores it.
+SOURCE_PREFIX = "summarize: "
+
+# The document's four policies: in which type parameters are gathered and computed with, and in which type
+# gradients are reduced. The optimizer always updates fp32 shards.
+PRECISIONS = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),  # half the bytes on the wire; needs hardware that computes in bf16
+    "fp16": (torch.float16, torch.float16),  # for V100-class GPUs; small gradients vanish, so the loss is scaled
+    "grad-bf16": (torch.float32, torch.bfloat16),  # where only the network is the bottleneck
+}
+
+# Strategy: (FSDP1's name, FSDP2's reshard_after_forward).
+SHARDING_STRATEGIES = {
+    "FULL_SHARD": (ShardingStrategy.FULL_SHARD, True),  # ZeRO-3: parameters are gathered for forward and for backward
+    "SHARD_GRAD_OP": (ShardingStrategy.SHARD_GRAD_OP, False),  # ZeRO-2: kept in between; less traffic, more memory
+}
+
+# When the next unit's parameters are gathered in backward.
+BACKWARD_PREFETCH = {
+    "pre": BackwardPrefetch.BACKWARD_PRE,  # before this unit's gradients: overlaps most, holds two units
+    "post": BackwardPrefetch.BACKWARD_POST,  # after them: overlaps less, holds less (FSDP1 only)
+    "none": None,  # not before they are needed: least memory, no overlap
+}
+
+# What the bare command shrinks so that it learns in two minutes on two cores, beside the document's own values.
+BUILTIN_MODEL = {"epochs": 4, "batch_size": 16, "test_batch_size": 32, "lr": 1e-3, "gamma": 0.8}
+DOCUMENT_MODEL = {"epochs": 2, "batch_size": 4, "test_batch_size": 4, "lr": 2e-3, "gamma": 0.7}
+BUILTIN_DATA = {"num_train_samples": 8000, "num_validation_samples": 300}
+DOCUMENT_DATA = {"num_train_samples": 1500, "num_validation_samples": 300}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = common.ArgumentParser(description="Fine-tune T5 for summarization with FSDP.")
+    count, size, number = common.non_negative_int, common.positive_int, common.positive_float
+    flag = argparse.BooleanOptionalAction
+
+    def defaults(name: str, builtin: dict, document: dict, what: str) -> str:
+        return f"(default: {builtin[name]} for the built-in {what}, else {document[name]})"
+
+    data = parser.add_argument_group("data")
+    data.add_argument("--dataset", default="builtin", help="builtin; a .csv, .jsonl or .parquet file; a Hub dataset id")
+    data.add_argument("--text-column", default="text", help="column that holds the articles")
+    data.add_argument("--summary-column", default="headline", help="column that holds their summaries")
+    for name in ("num_train_samples", "num_validation_samples"):
+        text = "articles, 0 for all " + defaults(name, BUILTIN_DATA, DOCUMENT_DATA, "data")
+        data.add_argument("--" + name.replace("_", "-"), type=count, default=argparse.SUPPRESS, help=text)
+    data.add_argument("--max-source-length", type=size, default=512, help="tokens kept of an article")
+    data.add_argument("--max-target-length", type=size, default=150, help="tokens kept of a summary, or generated")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--model", default="builtin", help="builtin, or any T5: a Hub name or a local folder")
+    for name, kind, text in (
+        ("epochs", size, "passes over the training articles"),
+        ("batch_size", size, "articles per process and step"),
+        ("test_batch_size", size, "articles per process in validation"),
+        ("lr", number, "learning rate of AdamW"),
+        ("gamma", number, "factor on the learning rate after each epoch"),
+    ):
+        text += " " + defaults(name, BUILTIN_MODEL, DOCUMENT_MODEL, "model")
+        training.add_argument("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, help=text)
+    training.add_argument("--max-steps", type=count, default=0, help="stop after this many steps, 0 for all epochs")
+    training.add_argument("--max-grad-norm", type=number, default=1.0, help="clip the norm of all gradients to this")
+    training.add_argument("--seed", type=count, default=1, help="of weights, data order and dropout")
+
+    fsdp = parser.add_argument_group("FSDP")
+    fsdp.add_argument("--fsdp-version", type=int, choices=(1, 2), default=2, help="2: fully_shard, 1: the old class")
+    fsdp.add_argument("--sharding-strategy", choices=SHARDING_STRATEGIES, default="FULL_SHARD", help="ZeRO-3 or ZeRO-2")
+    fsdp.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto", help="auto: bf16 if native")
+    fsdp.add_argument("--backward-prefetch", choices=BACKWARD_PREFETCH, default="pre", help="post needs version 1")
+    fsdp.add_argument("--activation-checkpointing", action=flag, default=False, help="recompute each T5Block")
+    fsdp.add_argument("--compile", action=flag, default=False, help="torch.compile each T5Block")
+    fsdp.add_argument("--print-model", action=flag, default=False, help="print the wrapped model once")
+    fsdp.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu", "mps"), default="auto", help="where to train")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--run-validation", action=flag, default=True, help="loss and ROUGE after each epoch")
+    output.add_argument(
+        "--num-rouge-samples", type=count, default=64, help="validation articles to summarize, 0 for none"
+    )
+    output.add_argument("--track-memory", action=flag, default=True, help="report peak memory and the bytes of shards")
+    output.add_argument(
+        "--save-model", action=flag, default=True, help="export the best model as a Hugging Face folder"
+    )
+    output.add_argument("--log-every", type=size, default=50, help="steps between reports")
+    output.add_argument("--output-dir", type=Path, default=Path("output/t5_fsdp"), help="metrics, models, checkpoints")
+    output.add_argument("--checkpoint-every", type=count, default=0, help="steps between checkpoints, 0 for none")
+    output.add_argument("--keep-checkpoints", type=size, default=2, help="how many of the newest to keep")
+    output.add_argument("--resume", action=flag, default=False, help="continue from the newest checkpoint, if any")
+
+    args = parser.parse_args()
+    for chosen in (
+        BUILTIN_MODEL if args.model == "builtin" else DOCUMENT_MODEL,
+        BUILTIN_DATA if args.dataset == "builtin" else DOCUMENT_DATA,
+    ):
+        for name, value in chosen.items():
+            vars(args).setdefault(name, value)
+    if args.fsdp_version == 2 and args.backward_prefetch == "post":
+        parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre (its default) and none")
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        args.resume = True  # torchrun --max-restarts started this process again after a failure
+    return args
+
+
+# ---- Model -----------------------------------------------------------------------------------------------------
+
+
+def load_config_and_tokenizer(name: str) -> tuple[T5Config, PreTrainedTokenizerBase]:
+    """Read the configuration and tokenizer of a pretrained T5.
+
+    Raises:
+        common.UserError: nothing is found under that name, or it is not a T5.
+    """
+    where = "in that folder" if Path(name).is_dir() else "in a local folder or on the Hugging Face Hub"
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise common.UserError(
+            f"--model {name}: no model configuration could be read {where}; check the name and the network"
+        ) from error
+    if config.model_type != "t5":
+        raise common.UserError(
+            f"--model {name} is a {config.model_type}, not a T5; this script shards T5Blocks, so choose a T5 or FLAN-T5"
+        )
+    try:
+        return config, AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # a missing file, or a missing package, depending on the kind of tokenizer
+        reason = str(error).strip().splitlines()[0]
+        raise common.UserError(f"--model {name}: its tokenizer could not be read {where} ({reason})") from error
+
+
+def train_builtin_tokenizer(texts: Iterator[str]) -> str:
+    """A byte-level BPE tokenizer for the built-in model, as JSON. It can spell any text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"special_tokens": ["<pad>", "</s>", "<unk>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=4096, show_progress=False, **special)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return tokenizer.to_str()
+
+
+def builtin_config(vocab_size: int) -> T5Config:
+    """The shape of the built-in model: a T5 of about 0.8 million parameters."""
+    return T5Config(
+        vocab_size=vocab_size,
+        d_model=128,
+        d_kv=16,
+        num_heads=8,  # many small heads learn the order of the steps; four of 32 do not in this time
+        d_ff=256,
+        num_layers=2,
+        dropout_rate=0.0,  # it never sees an article often enough to memorize it
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+
+
+def load_weights(args: argparse.Namespace, config: T5Config, world: World) -> T5ForConditionalGeneration:
+    """The model: with its weights on rank 0, on the meta device (shapes, no memory) on every other rank."""
+    if world.rank != 0:
+        with torch.device("meta"):
+            return T5ForConditionalGeneration(config)
+    if args.model == "builtin":
+        torch.manual_seed(args.seed)
+        return T5ForConditionalGeneration(config)
+    try:
+        # fp32, whatever the files hold: FSDP keeps fp32 shards for the optimizer and casts what it gathers.
+        return T5ForConditionalGeneration.from_pretrained(args.model, dtype=torch.float32)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise common.UserError(f"--model {args.model}: its weights could not be read ({reason})") from error
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------
+
+
+def load_batches(
+    dataset: Dataset, collate: DataCollatorForSeq2Seq, order: list[int], batch_size: int, world: World
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this rank's batches of the samples in `order`, on its device: (batch_size, tokens) each.
+
+    Step after step, the ranks together take the next batch_size x world_size samples, so the global batch is the same
+    on any number of ranks, and every sample comes exactly once. A rank that finds none left in the last step must
+    still take part in the collectives: it gets a sample whose labels are all ignored.
+    """
+    global_batch = batch_size * world.world_size
+    steps = [order[begin : begin + global_batch] for begin in range(0, len(order), global_batch)]
+    own = [step[world.rank :: world.world_size] for step in steps]
+    on_accelerator = world.device.type != "cpu"
+    loader = DataLoader(
+        dataset,
+        batch_sampler=[indices or step[:1] for indices, step in zip(own, steps, strict=True)],
+        collate_fn=collate,
+        num_workers=2 if on_accelerator else 0,  # on a CPU they would take cores from the model
+        pin_memory=on_accelerator,
+        generator=torch.Generator(),  # else each loader draws from the generator of dropout, and resume is not exact
+    )
+    for indices, batch in zip(own, loader, strict=True):
+        if not indices:
+            batch["labels"].fill_(-100)
+        yield {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
+
+
+# ---- FSDP ------------------------------------------------------------------------------------------------------
+# Two translations of one plan: every T5Block is a unit; what remains is the root unit, above all the embedding that
+# encoder, decoder and output layer share, which must be there for all of them.
+
+
+def shard_with_fsdp2(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: argparse.Namespace) -> nn.Module:
+    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
+    unit = CheckpointWrapper if args.activation_checkpointing else T5Block
+    param_dtype, reduce_dtype = PRECISIONS[args.precision]
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": SHARDING_STRATEGIES[args.sharding_strategy][1],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+    }
+    weights = model.state_dict() if mesh.get_rank() == 0 else {}
+    model.to_empty(device="meta")  # rank 0 too: its copy stays in `weights`, and the device never holds the whole model
+    model.tie_weights()  # to_empty gave the shared embedding a parameter in each of its four places
+    for module in list(model.modules()):
+        if isinstance(module, unit):
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and args.backward_prefetch == "none":
+            module.set_modules_to_backward_prefetch([module])  # an explicit list replaces the default: only itself
+    model.to_empty(device=mesh.device_type)  # this rank's shards, on the device
+    # Rank 0 sends one parameter at a time; each rank keeps its shard.
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    register_fsdp_forward_method(model, "generate")  # the root gathers its parameters for generate() as for forward()
+    return model
+
+
+def shard_with_fsdp1(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: argparse.Namespace) -> nn.Module:
+    """Shard with `FullyShardedDataParallel`: top-down through a wrap policy, one flat parameter per unit."""
+    unit = CheckpointWrapper if args.activation_checkpointing else T5Block
+    param_dtype, reduce_dtype = PRECISIONS[args.precision]
+    on_cpu = mesh.device_type == "cpu"
+    device = torch.device("cpu") if on_cpu else torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    weights = model.state_dict() if on_cpu and mesh.get_rank() == 0 else {}
+    materialized = {}
+
+    def materialize(module: nn.Module) -> None:
+        # Not module.to_empty(): that would give the shared embedding a separate tensor in each of its four places.
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = nn.Parameter(torch.empty_like(parameter, device=device))
+                setattr(module, name, materialized.setdefault(parameter, empty))
+
+    model = FSDP(
+        model,
+        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={unit}),
+        sharding_strategy=SHARDING_STRATEGIES[args.sharding_strategy][0],
+        mixed_precision=MixedPrecision(
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            buffer_dtype=param_dtype,
+            cast_forward_inputs=True,  # every unit casts its inputs, as in FSDP2; FSDP1 by default only the root
+        ),
+        backward_prefetch=BACKWARD_PREFETCH[args.backward_prefetch],
+        device_id=device,  # units move to the device one by one as they are wrapped; on a CPU it must be named too
+        param_init_fn=materialize if mesh.get_rank() != 0 else None,
+        sync_module_states=not on_cpu,  # rank 0 sends its weights, unit by unit; FSDP1 refuses this on a CPU
+        use_orig_params=True,  # parameters keep their names and shapes, for the optimizer and for --compile
+        device_mesh=mesh,  # checkpoints then hold DTensors, as in FSDP2
+    )
+    if on_cpu:
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model
+
+
+# ---- Training --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where training stands, the same on every rank. Saved in each checkpoint."""
+
+    run_date: str
+    epoch: int = 1
+    step: int = 0  # optimizer steps since the start
+    samples: int = 0  # of this epoch that are done
+    totals: tuple = (0.0, 0.0, 0.0)  # of this epoch, over all ranks: loss sum, target tokens, all tokens
+    seconds: float = 0.0  # of this epoch, without checkpoints
+    best_loss: float | None = None
+    best_model: str | None = None
+
+
+def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy summed over the real target tokens of a batch, and their number. Both 0-d tensors."""
+    labels = batch["labels"]
+    logits = model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),
+        use_cache=False,  # a cache is useless here, and activation checkpointing would fill it twice
+    ).logits
+    # Our own sum and not the model's mean: a mean over each rank's tokens would weigh ranks, not tokens.
+    loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss, (labels != -100).sum()
+
+
+def train_one_epoch(
+    args: argparse.Namespace,
+    world: World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    dataset: Dataset,
+    collate: DataCollatorForSeq2Seq,
+    progress: Progress,
+    window: torch.Tensor,
+    metrics: common.Metrics,
+    save: Callable[[], None],
+) -> None:
+    """Train from `progress.samples` to the end of the epoch or to `--max-steps`; update `progress` and `window`.
+
+    `window` holds this rank's loss sum, target tokens and all tokens since the last report, on the device.
+    """
+    model.train()
+    shuffle = torch.Generator().manual_seed(args.seed * 10_000 + progress.epoch)  # the same order on every rank
+    order = torch.randperm(len(dataset), generator=shuffle).tolist()
+    global_batch = args.batch_size * world.world_size
+    bar = tqdm(
+        load_batches(dataset, collate, order[progress.samples :], args.batch_size, world),
+        desc=f"epoch {progress.epoch}",
+        initial=progress.samples // global_batch,
+        total=math.ceil(len(order) / global_batch),
+        disable=True if world.rank else None,  # None: only when the output is not a terminal
+    )
+    began = time.perf_counter()
+    for batch in bar:
+        if args.max_steps and progress.step >= args.max_steps:
+            break
+        optimizer.zero_grad()
+        loss, tokens = summed_loss(model, batch)
+        # FSDP averages gradients over ranks. Times world_size and over everybody's tokens, that average is the
+        # gradient of the mean over all real target tokens, as if one process held the whole global batch.
+        all_tokens = tokens.clone()
+        dist.all_reduce(all_tokens)
+        scaler.scale(loss * world.world_size / all_tokens).backward()
+        scaler.unscale_(optimizer)
+        if args.fsdp_version == 2:
+            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        else:
+            grad_norm = model.clip_grad_norm_(args.max_grad_norm)  # nn.utils would see this rank's shards only
+        scaler.step(optimizer)
+        scaler.update()
+
+        progress.step += 1
+        progress.samples = min(progress.samples + global_batch, len(order))
+        # Stays on the device: reading a number (.item()) would make the host wait in every step.
+        window += torch.stack([loss.detach(), tokens, tokens + batch["attention_mask"].sum()])
+        ends_epoch = progress.samples == len(order)
+        ends_run = progress.step == args.max_steps or (ends_epoch and progress.epoch == args.epochs)
+        if progress.step % args.log_every == 0 or ends_epoch or ends_run:
+            sums = common.sum_over_ranks(window)
+            window.zero_()
+            progress.totals = tuple(a + b for a, b in zip(progress.totals, sums, strict=True))
+            # A DTensor norm is a sum still to be made over ranks: a collective, so on every rank, not on rank 0 only.
+            grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+            report = {"train_loss": sums[0] / sums[1], "grad_norm": grad_norm.item()}
+            report["learning_rate"] = optimizer.param_groups[0]["lr"]
+            with tqdm.external_write_mode():
+                metrics.report("step", step=progress.step, epoch=progress.epoch, **report)
+        progress.seconds += time.perf_counter() - began
+        if args.checkpoint_every and (progress.step % args.checkpoint_every == 0 or ends_run):
+            save()
+        began = time.perf_counter()
+
+
+@torch.no_grad()
+def evaluate(
+    args: argparse.Namespace, world: World, model: nn.Module, dataset: Dataset, collate: DataCollatorForSeq2Seq
+) -> float:
+    """Mean loss over the real target tokens of the whole dataset, the same on any number of ranks. A collective."""
+    model.eval()
+    totals = torch.zeros(2, device=world.device)
+    for batch in load_batches(dataset, collate, list(range(len(dataset))), args.test_batch_size, world):
+        totals += torch.stack(summed_loss(model, batch))
+    loss_sum, tokens = common.sum_over_ranks(totals)
+    return loss_sum / tokens
+
+
+@torch.compiler.set_stance("force_eager")  # with --compile: a graph for every length of a summary is not worth it
+@torch.no_grad()
+def summarize(
+    args: argparse.Namespace,
+    world: World,
+    model: nn.Module,
+    dataset: Dataset,
+    collate: DataCollatorForSeq2Seq,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+) -> list[str]:
+    """Greedy summaries of the first `count` samples, complete on rank 0. A collective.
+
+    All ranks generate together: every forward pass gathers shards from all of them. `synced_gpus` keeps those going
+    that have finished their own summaries; a rank that generated alone would wait for the others for ever.
+    """
+    model.eval()
+    count = min(count, len(dataset))
+    # FSDP1 gathers the root unit in its own forward(), which generate() of the module inside does not call.
+    whole_root = FSDP.summon_full_params(model, recurse=False, writeback=False)
+    with whole_root if args.fsdp_version == 1 else contextlib.nullcontext():
+        generate = model.module.generate if args.fsdp_version == 1 else model.generate
+        own = []
+        for batch in load_batches(dataset, collate, list(range(count)), args.test_batch_size, world):
+            tokens = generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=args.max_target_length,
+                do_sample=False,
+                num_beams=1,
+                synced_gpus=True,
+            )
+            texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            own.append([text.strip() for text in texts])
+    per_rank = [None] * world.world_size if world.rank == 0 else None
+    dist.gather_object(own, per_rank)
+    if world.rank != 0:
+        return []
+    # Undo load_batches: sample i of a step went to rank i % world_size.
+    summaries = []
+    for step in zip(*per_rank, strict=True):
+        size = min(args.test_batch_size * world.world_size, count - len(summaries))
+        summaries += [step[i % world.world_size][i // world.world_size] for i in range(size)]
+    return summaries
+
+
+def export_model(
+    world: World, model: nn.Module, config: T5Config, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Save the whole model and its tokenizer as a folder that `from_pretrained` loads. A collective."""
+    weights = common.full_state_dict(model)  # streamed to rank 0's CPU: no device ever holds the whole model
+    if world.rank == 0:
+        with torch.device("meta"):
+            whole = T5ForConditionalGeneration(config)
+        whole.load_state_dict(weights, assign=True)
+        whole.tie_weights()  # assign gave the shared embedding's four places a parameter each
+        partial = folder.with_name(f".{folder.name}")
+        whole.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)  # the same model, when a finished run is resumed
+        partial.rename(folder)  # a folder with the final name is always whole
+    dist.barrier()
+
+
+# ---- Main ------------------------------------------------------------------------------------------------------
+
+
+def bf16_is_native(device: torch.device) -> bool:
+    """Whether the device computes in bf16 itself. Where it is emulated (V100, older CPUs) it is slower than fp32."""
+    if device.type == "cuda":
+        nccl_sends_bf16 = not dist.is_nccl_available() or torch.cuda.nccl.version() >= (2, 10)
+        return torch.cuda.is_bf16_supported(including_emulation=False) and nccl_sends_bf16
+    if device.type == "xpu":
+        return torch.xpu.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    in_use = torch.backends.cpu.get_cpu_capability() != "AVX2"  # ATEN_CPU_CAPABILITY can hold PyTorch back
+    return in_use and any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def main(args: argparse.Namespace, world: World) -> None:
+    if args.precision == "auto":
+        args.precision = "bf16" if bf16_is_native(world.device) else "fp32"
+    elif args.precision == "bf16" and not bf16_is_native(world.device):
+        raise common.UserError(f"--precision bf16: this {world.device.type} does not compute in bf16; use fp32 or auto")
+    must_match = {name: getattr(args, name) for name in ("model", "dataset", "text_column", "summary_column", "seed")}
+    must_match |= {
+        name: value for name, value in vars(args).items() if name.startswith(("num_train", "num_val", "max_so"))
+    }
+    checkpoint = common.first_process_first(
+        world, lambda: common.prepare_output_dir(world, args.output_dir, args.resume, must_match)
+    )
+    metrics = common.Metrics(world, args.output_dir)
+
+    # ---- Data and tokenizer
+    data = common.first_process_first(
+        world,
+        lambda: common.load_summarization_data(
+            args.dataset,
+            args.text_column,
+            args.summary_column,
+            args.num_train_samples,
+            args.num_validation_samples,
+            args.output_dir,
+        ),
+    )
+    if args.model == "builtin":
+        trained = [None]
+        if world.rank == 0:
+            rows = data.train.select(range(min(4000, len(data.train))))
+            trained = [train_builtin_tokenizer(text for row in rows for text in (row["text"], row["summary"]))]
+        dist.broadcast_object_list(trained)  # one tokenizer, not one per rank
+        special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained[0]), **special)
+        config = builtin_config(len(tokenizer))
+    else:
+        config, tokenizer = common.first_process_first(world, lambda: load_config_and_tokenizer(args.model))
+    lengths = (args.max_source_length, args.max_target_length)
+    train_set, validation_set = common.first_process_first(
+        world,
+        lambda: [common.tokenize(rows, tokenizer, SOURCE_PREFIX, *lengths) for rows in (data.train, data.validation)],
+    )
+    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # to the longest of the batch; labels with -100
+
+    # ---- Model, shards, optimizer: the order of these lines matters
+    model = common.first_process_first(world, lambda: load_weights(args, config, world))
+    num_parameters = model.num_parameters()
+    if args.activation_checkpointing:  # inside the units, so that recomputing needs no gathering of its own
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, T5Block))
+    if args.compile:
+        torch._dynamo.config.recompile_limit = 32  # first and other blocks, encoder and decoder, training and not
+        for module in model.modules():
+            if isinstance(module, T5Block):
+                module.compile(dynamic=True)  # block by block: FSDP's hooks stay outside the graphs
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(model, mesh, args)
+    # After sharding: it must see the shards. Fused AdamW takes loss scaling into its kernel, which fails on DTensors.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=args.precision != "fp16")
+    scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
+    # fp16 gradients vanish without loss scaling; for the other precisions the scaler is switched off. FSDP1 needs its
+    # own, to skip a step on all ranks when a shard overflows on one; DTensors agree by themselves.
+    scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
+    scaler = scaler_class(world.device.type, enabled=args.precision == "fp16")
+    torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
+
+    # ---- Resume
+    progress = Progress(run_date=common.date_of_run())
+    window = torch.zeros(3, device=world.device)
+    rank_state = {"window": window, **common.random_states(world.device)}
+    kept = "everything"
+    if checkpoint:
+        saved = common.load_checkpoint(checkpoint, model, optimizer, rank_state, world)
+        progress = Progress(**saved["progress"])
+        scheduler.load_state_dict(saved["scheduler"])
+        scaler.load_state_dict(saved["scaler"])
+        for group in optimizer.param_groups:
+            group["lr"] = saved["learning_rate"]
+        common.set_random_states(world.device, rank_state)
+        if saved["world_size"] != world.world_size:
+            kept = f"all but the random state of dropout: it was saved by {saved['world_size']} processes"
+
+    def save() -> None:
+        state = {"progress": dataclasses.asdict(progress), "must_match": must_match, "scaler": scaler.state_dict()}
+        state |= {"scheduler": scheduler.state_dict(), "learning_rate": optimizer.param_groups[0]["lr"]}
+        tensors = {"window": window, **common.random_states(world.device)}
+        folder = args.output_dir / "checkpoints"
+        common.save_checkpoint(folder, progress.step, model, optimizer, tensors, state, world, args.keep_checkpoints)
+
+    # ---- What runs
+    param_dtype, reduce_dtype = (str(dtype).removeprefix("torch.") for dtype in PRECISIONS[args.precision])
+    units = sum(isinstance(module, T5Block) for module in model.modules())
+    extras = [name for name in ("activation_checkpointing", "compile") if getattr(args, name)]
+    reduced = [
+        f"--{name.replace('_', '-')} {value} ({document[name]})"
+        for builtin, document in ((BUILTIN_MODEL, DOCUMENT_MODEL), (BUILTIN_DATA, DOCUMENT_DATA))
+        for name, value in builtin.items()
+        if getattr(args, name) == value != document[name]
+    ]
+    metrics.start_block(
+        script=f"t5_fsdp.py, {progress.run_date}, torch {torch.__version__}, transformers {transformers.__version__}",
+        device=f"{world.device.type} ({world.backend}), {world.world_size} processes x {torch.get_num_threads()} threads",
+        fsdp=f"version {args.fsdp_version}, {args.sharding_strategy}, {units} T5Blocks and the root, "
+        + ", ".join([f"backward prefetch {args.backward_prefetch}", *extras]),
+        precision=f"{args.precision}: compute in {param_dtype}, reduce gradients in {reduce_dtype}, update in float32",
+        model=f"{args.model}, {num_parameters:,} parameters",
+        data=f"{args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate",
+        left_out=f"of {data.rows:,} rows, {data.without_text_or_summary:,} without text or summary and "
+        f"{data.with_long_summary:,} with a summary longer than 3/4 of the text",
+        training=f"{args.epochs} epochs, batch {args.batch_size} x {world.world_size}, lr {args.lr}, gamma {args.gamma}",
+        reduced=reduced and f"{', '.join(reduced)}; in brackets the document's values",
+        resumed=checkpoint and f"{checkpoint}, keeps {kept}",
+    )
+    metrics.write("settings", **{name: str(value) for name, value in vars(args).items()}, world_size=world.world_size)
+    if args.print_model:
+        metrics.say(str(model))
+
+    # ---- Epochs
+    shown = [data.validation[i] for i in range(min(max(args.num_rouge_samples, 3), len(data.validation)))]
+
+    def validate() -> dict[str, float]:
+        loss = evaluate(args, world, model, validation_set, collate)
+        summaries = summarize(args, world, model, validation_set, collate, tokenizer, args.num_rouge_samples)
+        scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+        scores = [scorer.score(row["summary"], summary) for row, summary in zip(shown, summaries, strict=False)]
+        rouge = {kind: sum(s[kind].fmeasure for s in scores) / len(scores) for kind in scores[0]} if scores else {}
+        return {"validation_loss": loss, **rouge}
+
+    if args.run_validation and progress.step == 0:
+        metrics.report("epoch", epoch=0, step=0, **validate())  # what the model can do before training
+    for epoch in range(progress.epoch, args.epochs + 1):
+        progress.epoch = epoch
+        common.reset_peak_memory(world.device)
+        train_one_epoch(args, world, model, optimizer, scaler, train_set, collate, progress, window, metrics, save)
+        held = common.state_bytes(model, optimizer)  # here: SHARD_GRAD_OP leaves whole parameters after validation
+        loss_sum, target_tokens, all_tokens = progress.totals
+        report = {"train_loss": loss_sum / target_tokens}
+        if args.run_validation:
+            report |= validate()
+        report |= {
+            "seconds": progress.seconds,
+            "samples_per_second": progress.samples / progress.seconds,
+            "tokens_per_second": all_tokens / progress.seconds,
+        }
+        if args.track_memory:
+            report |= {"peak_memory_gb": common.format_gb(common.peak_memory_bytes(world.device))}
+            report |= held
+        metrics.report("epoch", epoch=epoch, step=progress.step, **report)
+
+        ends_run = epoch == args.epochs or (args.max_steps and progress.step >= args.max_steps)
+        loss = report.get("validation_loss", report["train_loss"])
+        is_best = ends_run if not args.run_validation else progress.best_loss is None or loss < progress.best_loss
+        if args.save_model and is_best:
+            name = f"t5-{progress.run_date}-epoch-{epoch}-loss-{loss:.4f}"
+            export_model(world, model, config, tokenizer, args.output_dir / name)
+            if world.rank == 0 and progress.best_model not in (None, name):
+                shutil.rmtree(args.output_dir / progress.best_model, ignore_errors=True)
+            progress.best_loss, progress.best_model = loss, name
+        scheduler.step()
+        if ends_run:
+            break
+        progress.samples, progress.totals, progress.seconds = 0, (0.0, 0.0, 0.0), 0.0
+
+    # ---- Closing summary
+    summaries = summarize(args, world, model, validation_set, collate, tokenizer, 3)
+    for row, summary in zip(shown, summaries, strict=False):
+        metrics.say("")
+        for name, text in (("article", row["text"]), ("reference", row["summary"]), ("summary", summary)):
+            text = textwrap.shorten(text, 400, placeholder=" ...")
+            metrics.say(textwrap.fill(text, 118, initial_indent=f"{name:<10} ", subsequent_indent=" " * 11))
+    if progress.best_model:
+        metrics.say(f"\nmodel      {args.output_dir / progress.best_model} (load it with from_pretrained)")
+    metrics.say(f"metrics    {metrics.path}")
+
+
+if __name__ == "__main__":
+    common.launch(main, parse_args())

@@ -1,0 +1,23 @@
+"""Run a script's main() several times in one launch, to spare the tests the start of Python for each setting.
+
+torchrun --nproc_per_node N tests/run_many.py t5_fsdp '[["--lr", "1"], ["--lr", "2"]]'
+"""
+
+import gc
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import common
+
+script = importlib.import_module(sys.argv[1])
+world = common.setup_distributed("cpu")
+for arguments in json.loads(sys.argv[2]):
+    sys.argv = [f"{script.__name__}.py", *arguments]
+    script.main(script.parse_args(), world)
+    gc.collect()
+dist.destroy_process_group()
