@@ -53,6 +53,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
+import pyarrow.compute as pc
 import transformers
 from rouge_score.rouge_scorer import RougeScorer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -137,6 +138,7 @@ def parse_args() -> argparse.Namespace:
         text += " " + defaults(name, BUILTIN_MODEL, DOCUMENT_MODEL, "model")
         training.add_argument("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, help=text)
     training.add_argument("--max-steps", type=count, default=0, help="stop after this many steps, 0 for all epochs")
+    training.add_argument("--group-by-length", action=flag, default=True, help="articles of similar length in a step")
     training.add_argument("--max-grad-norm", type=number, default=1.0, help="clip the norm of all gradients to this")
     training.add_argument("--seed", type=count, default=1, help="of weights, data order and dropout")
 
@@ -253,6 +255,28 @@ def load_weights(args: argparse.Namespace, config: T5Config, world: World) -> T5
 # ---- Data ------------------------------------------------------------------------------------------------------
 
 
+def sort_keys(dataset: Dataset) -> torch.Tensor:
+    """A number per sample that sorts by the tokens of its article, then of its summary: (samples,)."""
+    source, target = (pc.list_value_length(dataset.data.column(name)).to_numpy() for name in ("input_ids", "labels"))
+    return torch.from_numpy(source.astype("int64") * (target.max() + 1) + target)
+
+
+def epoch_order(keys: torch.Tensor, step_size: int, seed: int, group_by_length: bool) -> list[int]:
+    """A random order of samples, the same on every rank; grouped, the samples of a step have about the same length.
+
+    Padding is wasted work: shuffle, sort within windows of 50 steps, then shuffle the steps.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(keys), generator=generator)
+    if not group_by_length:
+        return order.tolist()
+    windows = [window[keys[window].argsort(stable=True)] for window in order.split(50 * step_size)]
+    steps = torch.cat(windows).split(step_size)
+    whole = len(keys) // step_size  # an incomplete step stays the last one
+    shuffled = [steps[i] for i in torch.randperm(whole, generator=generator)]
+    return torch.cat([*shuffled, *steps[whole:]]).tolist()
+
+
 def load_batches(
     dataset: Dataset, collate: DataCollatorForSeq2Seq, order: list[int], batch_size: int, world: World
 ) -> Iterator[dict[str, torch.Tensor]]:
@@ -289,18 +313,15 @@ def shard_with_fsdp2(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: 
     """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
     unit = CheckpointWrapper if args.activation_checkpointing else T5Block
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
-    options = {
-        "mesh": mesh,
-        "reshard_after_forward": SHARDING_STRATEGIES[args.sharding_strategy][1],
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
-    }
+    reshard = SHARDING_STRATEGIES[args.sharding_strategy][1]
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
     weights = model.state_dict() if mesh.get_rank() == 0 else {}
     model.to_empty(device="meta")  # rank 0 too: its copy stays in `weights`, and the device never holds the whole model
     model.tie_weights()  # to_empty gave the shared embedding a parameter in each of its four places
     for module in list(model.modules()):
         if isinstance(module, unit):
-            fully_shard(module, **options)
-    fully_shard(model, **options)
+            fully_shard(module, reshard_after_forward=reshard, **options)
+    fully_shard(model, **options)  # the root stays gathered after forward: backward begins with it
     for module in model.modules():
         if isinstance(module, FSDPModule) and args.backward_prefetch == "none":
             module.set_modules_to_backward_prefetch([module])  # an explicit list replaces the default: only itself
@@ -360,6 +381,7 @@ class Progress:
     epoch: int = 1
     step: int = 0  # optimizer steps since the start
     samples: int = 0  # of this epoch that are done
+    step_size: int = 0  # samples in a step when this epoch began
     totals: tuple = (0.0, 0.0, 0.0)  # of this epoch, over all ranks: loss sum, target tokens, all tokens
     seconds: float = 0.0  # of this epoch, without checkpoints
     best_loss: float | None = None
@@ -398,9 +420,11 @@ def train_one_epoch(
     `window` holds this rank's loss sum, target tokens and all tokens since the last report, on the device.
     """
     model.train()
-    shuffle = torch.Generator().manual_seed(args.seed * 10_000 + progress.epoch)  # the same order on every rank
-    order = torch.randperm(len(dataset), generator=shuffle).tolist()
     global_batch = args.batch_size * world.world_size
+    if progress.samples == 0:
+        progress.step_size = global_batch  # an epoch resumed on other processes keeps its order
+    seed = args.seed * 10_000 + progress.epoch
+    order = epoch_order(sort_keys(dataset), progress.step_size, seed, args.group_by_length)
     bar = tqdm(
         load_batches(dataset, collate, order[progress.samples :], args.batch_size, world),
         desc=f"epoch {progress.epoch}",
@@ -456,7 +480,8 @@ def evaluate(
     """Mean loss over the real target tokens of the whole dataset, the same on any number of ranks. A collective."""
     model.eval()
     totals = torch.zeros(2, device=world.device)
-    for batch in load_batches(dataset, collate, list(range(len(dataset))), args.test_batch_size, world):
+    order = sort_keys(dataset).argsort(stable=True).tolist()  # similar lengths together: less padding
+    for batch in load_batches(dataset, collate, order, args.test_batch_size, world):
         totals += torch.stack(summed_loss(model, batch))
     loss_sum, tokens = common.sum_over_ranks(totals)
     return loss_sum / tokens

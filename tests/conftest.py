@@ -74,14 +74,14 @@ def articles_csv(tmp_path_factory):
     return write_csv(tmp_path_factory.mktemp("data") / "articles.csv", [common.builtin_article(i) for i in range(200)])
 
 
-def make_model(folder, dropout):
+def make_model(folder, dropout, num_layers=2):
     """Write a tiny T5 with random weights and a tokenizer, as `from_pretrained` reads them."""
     articles = [common.builtin_article(index) for index in range(100)]
     spec = t5_fsdp.train_builtin_tokenizer(text for a in articles for text in (a["text"], a["headline"]))
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(spec), **special).save_pretrained(folder)
     torch.manual_seed(0)
-    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": dropout}
+    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": num_layers, "dropout_rate": dropout}
     config = T5Config(vocab_size=1024, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **shape)
     T5ForConditionalGeneration(config).save_pretrained(folder)
     return folder

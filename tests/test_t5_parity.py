@@ -38,7 +38,8 @@ def plain_losses(tiny_model, articles_csv, tmp_path_factory):
 
     with torch.no_grad():
         before = loss_of(validation).item()
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1 * 10_000 + 1)).tolist()
+    keys = torch.tensor([1000 * len(sample["input_ids"]) + len(sample["labels"]) for sample in train])
+    order = t5_fsdp.epoch_order(keys, GLOBAL_BATCH, seed=1 * 10_000 + 1, group_by_length=True)
     losses = []
     for step in range(STEPS):
         loss = loss_of([train[i] for i in order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]])

@@ -1,0 +1,126 @@
+"""Resume is exact, also with dropout and in the middle of an epoch; exported models are what was trained."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+import pytest
+from conftest import make_model, reports, run, run_many, succeed
+from safetensors.torch import load_file
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
+
+import common
+import t5_fsdp
+
+# 190 training articles in batches of 16 are 12 steps an epoch, the last one with 14 articles.
+STEPS, HALF = 15, 5
+
+
+@pytest.fixture(scope="session")
+def dropout_model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("dropout-model"), dropout=0.1)
+
+
+@pytest.fixture(scope="session")
+def resumed(dropout_model, articles_csv, tmp_path_factory):
+    """For each version a run of STEPS steps, and one that is stopped twice: in the first epoch and in the second."""
+    root = tmp_path_factory.mktemp("resume")
+    settings = []
+    for version in (1, 2):
+        common_arguments = [
+            *("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0, "--batch-size", 8),
+            *("--fsdp-version", version, "--log-every", 1, "--num-rouge-samples", 0, "--precision", "fp32"),
+            *("--test-batch-size", 8, "--checkpoint-every", HALF, "--sharding-strategy", "SHARD_GRAD_OP"),
+        ]
+        whole, parts = root / f"whole{version}", root / f"parts{version}"
+        settings.append([*common_arguments, "--output-dir", whole, "--max-steps", STEPS])
+        for stop in (HALF, HALF + 8, STEPS):
+            settings.append([*common_arguments, "--output-dir", parts, "--max-steps", stop, "--resume"])
+    run_many("t5_fsdp", settings, processes=2)
+    return root
+
+
+def losses(folder):
+    return [report["train_loss"] for report in reports(folder, "step")]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(resumed, version):
+    whole, parts = resumed / f"whole{version}", resumed / f"parts{version}"
+    assert len(losses(whole)) == STEPS
+    assert losses(parts) == losses(whole)
+    # The second stop was after the first epoch's end: its report, and the last one, are the same too.
+    ends = [{report["epoch"]: report for report in reports(folder, "epoch")} for folder in (whole, parts)]
+    for epoch in (1, 2):
+        for name in ("train_loss", "validation_loss", "step"):
+            assert ends[0][epoch][name] == ends[1][epoch][name]
+
+
+def test_only_the_newest_checkpoints_are_kept(resumed):
+    folders = sorted(path.name for path in (resumed / "whole2" / "checkpoints").iterdir())
+    assert folders == ["step-10", "step-15"]
+
+
+def test_checkpoints_move_to_another_number_of_processes(resumed, tmp_path, dropout_model, articles_csv):
+    shutil.copytree(resumed / "whole2", tmp_path / "moved")
+    finished = succeed(
+        "t5_fsdp.py",
+        *("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0, "--batch-size", 4),
+        *("--max-steps", STEPS, "--num-rouge-samples", 0, "--precision", "fp32", "--resume", "--no-save-model"),
+        *("--output-dir", tmp_path / "moved"),
+        processes=4,
+    )
+    assert "all but the random state of dropout: it was saved by 2 processes" in finished.stdout
+    before, after = reports(tmp_path / "moved", "epoch")[-2:]
+    assert after["step"] == before["step"] == STEPS  # nothing was trained, the loaded model was only evaluated
+    assert after["validation_loss"] == pytest.approx(before["validation_loss"], abs=1e-5)
+
+
+def test_half_written_checkpoints_are_never_resumed(resumed, tmp_path, dropout_model, articles_csv):
+    shutil.copytree(resumed / "whole2", tmp_path / "killed")
+    (tmp_path / "killed" / "checkpoints" / "step-15").rename(tmp_path / "killed" / "checkpoints" / "step-15.partial")
+    finished = succeed(
+        "t5_fsdp.py",
+        *("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0, "--batch-size", 8),
+        *("--max-steps", 10, "--num-rouge-samples", 0, "--precision", "fp32", "--resume", "--no-save-model"),
+        *("--output-dir", tmp_path / "killed"),
+    )
+    assert "step-10, keeps" in finished.stdout
+    assert reports(tmp_path / "killed", "epoch")[-1]["step"] == 10
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_exported_folder_is_the_best_model(resumed, version, articles_csv, tmp_path):
+    folders = [path for path in (resumed / f"whole{version}").iterdir() if path.name.startswith("t5-")]
+    assert len(folders) == 1  # an earlier, worse one is gone
+    best = min((report for report in reports(resumed / f"whole{version}", "epoch")), key=lambda r: r["validation_loss"])
+    assert folders[0].name.endswith(f"-epoch-{best['epoch']}-loss-{best['validation_loss']:.4f}")
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(folders[0])
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    assert model.lm_head.weight is model.shared.weight is model.encoder.embed_tokens.weight
+    data = common.load_summarization_data(str(articles_csv), "text", "headline", 0, 300, tmp_path)
+    rows = common.tokenize(data.validation, tokenizer, t5_fsdp.SOURCE_PREFIX, 512, 150)
+    batch = DataCollatorForSeq2Seq(tokenizer)([rows[i] for i in range(len(rows))])
+    with torch.no_grad():
+        loss, tokens = t5_fsdp.summed_loss(model.eval(), batch)
+    assert (loss / tokens).item() == pytest.approx(best["validation_loss"], abs=1e-5)
+
+
+def test_exports_hold_each_shared_weight_once(resumed):
+    weights = load_file(next(Path(resumed / "whole2").glob("t5-*/model.safetensors")))
+    assert "shared.weight" in weights
+    assert "lm_head.weight" not in weights
+
+
+def test_a_fresh_run_does_not_touch_old_checkpoints(resumed, dropout_model, articles_csv):
+    arguments = ("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0)
+    finished = run("t5_fsdp.py", *arguments, "--output-dir", resumed / "whole2")
+    assert finished.returncode == 2
+    assert "holds checkpoints of an earlier run (newest: step-15)" in finished.stderr
+    finished = run("t5_fsdp.py", *arguments, "--output-dir", resumed / "whole2", "--resume", "--seed", 7)
+    assert finished.returncode == 2
+    assert "was made with --seed 1 and not 7" in finished.stderr
+    assert json.loads((resumed / "whole2/checkpoints/step-15/progress.json").read_text())["step"] == STEPS
