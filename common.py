@@ -17,7 +17,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -471,7 +471,7 @@ def read_splits(name: str, text_column: str, summary_column: str) -> dict[str, A
             f"({first_line}); check the name and the network, or leave --dataset out for the built-in articles"
         ) from error
     splits = {split: loaded[split] for split in ("train", "validation") if split in loaded}
-    if not splits:
+    if "train" not in splits:
         raise UserError(f"--dataset {name} has no train split, only {', '.join(loaded)}")
     for rows in splits.values():
         require_columns(name, wanted, rows.column_names)
@@ -559,6 +559,27 @@ def tokenize_rows(
     sources = tokenizer(texts, max_length=max_source_length, truncation=True)
     targets = tokenizer(text_target=rows["summary"], max_length=max_target_length, truncation=True)
     return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
+
+
+def train_tokenizer(world: World, texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer that can spell any text, trained on rank 0, the same on every rank. A collective."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = [None]
+    if world.rank == 0:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+        special, alphabet = ["<pad>", "</s>", "<unk>"], pre_tokenizers.ByteLevel.alphabet()
+        options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+        tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **options))
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+        trained = [tokenizer.to_str()]
+    dist.broadcast_object_list(trained)
+    tokenizer = Tokenizer.from_str(trained[0])
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -790,3 +811,21 @@ def full_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     What the T5 document does with `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`, for both versions.
     """
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def export_model(world: World, model: torch.nn.Module, whole: Any, tokenizer: Any, folder: Path) -> None:
+    """Save the whole model and its tokenizer as a folder that `from_pretrained` loads. A collective.
+
+    Args:
+        whole: the same model without FSDP, on the meta device: the shape that the gathered weights go into.
+    """
+    weights = full_state_dict(model)
+    if world.rank == 0:
+        whole.load_state_dict(weights, assign=True)
+        whole.tie_weights()  # assign gave a shared weight a parameter in each of its places
+        partial = folder.with_name(f".{folder.name}")
+        whole.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)  # the same model, when a finished run is resumed
+        partial.rename(folder)  # a folder with its final name is always whole
+    dist.barrier()

@@ -24,7 +24,7 @@ import shutil
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -56,14 +56,12 @@ from torch.utils.data import DataLoader, Dataset
 import pyarrow.compute as pc
 import transformers
 from rouge_score.rouge_scorer import RougeScorer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -101,11 +99,20 @@ BACKWARD_PREFETCH = {
     "none": None,  # not before they are needed: least memory, no overlap
 }
 
-# What the bare command shrinks so that it learns in two minutes on two cores, beside the document's own values.
-BUILTIN_MODEL = {"epochs": 4, "batch_size": 16, "test_batch_size": 32, "lr": 1e-3, "gamma": 0.8}
-DOCUMENT_MODEL = {"epochs": 2, "batch_size": 4, "test_batch_size": 4, "lr": 2e-3, "gamma": 0.7}
-BUILTIN_DATA = {"num_train_samples": 8000, "num_validation_samples": 300}
-DOCUMENT_DATA = {"num_train_samples": 1500, "num_validation_samples": 300}
+# What the bare command changes so that it learns in two minutes on two cores: (its own value, the document's).
+DEFAULTS = {
+    "epochs": (4, 2),
+    "batch_size": (16, 4),
+    "test_batch_size": (32, 4),
+    "lr": (1e-3, 2e-3),
+    "gamma": (0.8, 0.7),
+    "num_train_samples": (8000, 1500),  # by --dataset; the others by --model
+}
+
+# What a checkpoint must share with the run that resumes it, or it would go on with another model or other data.
+MUST_MATCH = (
+    "model dataset text_column summary_column num_train_samples max_source_length max_target_length seed".split()
+)
 
 
 def parse_args() -> argparse.Namespace:
@@ -113,67 +120,54 @@ def parse_args() -> argparse.Namespace:
     count, size, number = common.non_negative_int, common.positive_int, common.positive_float
     flag = argparse.BooleanOptionalAction
 
-    def defaults(name: str, builtin: dict, document: dict, what: str) -> str:
-        return f"(default: {builtin[name]} for the built-in {what}, else {document[name]})"
+    def add(name, text, default, **options):
+        if default is None:
+            default = argparse.SUPPRESS
+            text += " (default: {} for the built-in one, else {})".format(*DEFAULTS[name[2:].replace("-", "_")])
+        parser.add_argument(name, help=text, default=default, **options)
 
-    data = parser.add_argument_group("data")
-    data.add_argument("--dataset", default="builtin", help="builtin; a .csv, .jsonl or .parquet file; a Hub dataset id")
-    data.add_argument("--text-column", default="text", help="column that holds the articles")
-    data.add_argument("--summary-column", default="headline", help="column that holds their summaries")
-    for name in ("num_train_samples", "num_validation_samples"):
-        text = "articles, 0 for all " + defaults(name, BUILTIN_DATA, DOCUMENT_DATA, "data")
-        data.add_argument("--" + name.replace("_", "-"), type=count, default=argparse.SUPPRESS, help=text)
-    data.add_argument("--max-source-length", type=size, default=512, help="tokens kept of an article")
-    data.add_argument("--max-target-length", type=size, default=150, help="tokens kept of a summary, or generated")
+    add("--model", "builtin, or any T5: a Hub name or a local folder", "builtin")
+    add("--dataset", "builtin; a .csv, .jsonl or .parquet file; a Hub dataset id", "builtin")
+    add("--text-column", "column that holds the articles", "text")
+    add("--summary-column", "column that holds their summaries", "headline")
+    add("--num-train-samples", "articles to train on, 0 for all", None, type=count)
+    add("--num-validation-samples", "articles to validate on, 0 for all", 300, type=count)
+    add("--max-source-length", "tokens kept of an article", 512, type=size)
+    add("--max-target-length", "tokens kept of a summary, and generated at most", 150, type=size)
 
-    training = parser.add_argument_group("training")
-    training.add_argument("--model", default="builtin", help="builtin, or any T5: a Hub name or a local folder")
-    for name, kind, text in (
-        ("epochs", size, "passes over the training articles"),
-        ("batch_size", size, "articles per process and step"),
-        ("test_batch_size", size, "articles per process in validation"),
-        ("lr", number, "learning rate of AdamW"),
-        ("gamma", number, "factor on the learning rate after each epoch"),
-    ):
-        text += " " + defaults(name, BUILTIN_MODEL, DOCUMENT_MODEL, "model")
-        training.add_argument("--" + name.replace("_", "-"), type=kind, default=argparse.SUPPRESS, help=text)
-    training.add_argument("--max-steps", type=count, default=0, help="stop after this many steps, 0 for all epochs")
-    training.add_argument("--group-by-length", action=flag, default=True, help="articles of similar length in a step")
-    training.add_argument("--max-grad-norm", type=number, default=1.0, help="clip the norm of all gradients to this")
-    training.add_argument("--seed", type=count, default=1, help="of weights, data order and dropout")
+    add("--epochs", "passes over the training articles", None, type=size)
+    add("--max-steps", "stop after this many steps, 0 for all epochs", 0, type=count)
+    add("--batch-size", "articles per process and step", None, type=size)
+    add("--test-batch-size", "articles per process and step in validation", None, type=size)
+    add("--group-by-length", "fill a step with articles of similar length", True, action=flag)
+    add("--lr", "learning rate of AdamW", None, type=number)
+    add("--gamma", "factor on the learning rate after each epoch", None, type=number)
+    add("--max-grad-norm", "clip the norm of all gradients to this", 1.0, type=number)
+    add("--seed", "of weights, data order and dropout", 1, type=count)
 
-    fsdp = parser.add_argument_group("FSDP")
-    fsdp.add_argument("--fsdp-version", type=int, choices=(1, 2), default=2, help="2: fully_shard, 1: the old class")
-    fsdp.add_argument("--sharding-strategy", choices=SHARDING_STRATEGIES, default="FULL_SHARD", help="ZeRO-3 or ZeRO-2")
-    fsdp.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto", help="auto: bf16 if native")
-    fsdp.add_argument("--backward-prefetch", choices=BACKWARD_PREFETCH, default="pre", help="post needs version 1")
-    fsdp.add_argument("--activation-checkpointing", action=flag, default=False, help="recompute each T5Block")
-    fsdp.add_argument("--compile", action=flag, default=False, help="torch.compile each T5Block")
-    fsdp.add_argument("--print-model", action=flag, default=False, help="print the wrapped model once")
-    fsdp.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu", "mps"), default="auto", help="where to train")
+    add("--fsdp-version", "2: fully_shard; 1: FullyShardedDataParallel", 2, type=int, choices=(1, 2))
+    add("--sharding-strategy", "ZeRO-3 or ZeRO-2", "FULL_SHARD", choices=SHARDING_STRATEGIES)
+    add("--precision", "auto: bf16 where the device computes in it, else fp32", "auto", choices=("auto", *PRECISIONS))
+    add("--backward-prefetch", "post needs --fsdp-version 1", "pre", choices=BACKWARD_PREFETCH)
+    add("--activation-checkpointing", "recompute each T5Block in backward", False, action=flag)
+    add("--compile", "torch.compile each T5Block", False, action=flag)
+    add("--print-model", "print the wrapped model once", False, action=flag)
+    add("--device", "where to train", "auto", choices=("auto", "cpu", "cuda", "xpu", "mps"))
 
-    output = parser.add_argument_group("output")
-    output.add_argument("--run-validation", action=flag, default=True, help="loss and ROUGE after each epoch")
-    output.add_argument(
-        "--num-rouge-samples", type=count, default=64, help="validation articles to summarize, 0 for none"
-    )
-    output.add_argument("--track-memory", action=flag, default=True, help="report peak memory and the bytes of shards")
-    output.add_argument(
-        "--save-model", action=flag, default=True, help="export the best model as a Hugging Face folder"
-    )
-    output.add_argument("--log-every", type=size, default=50, help="steps between reports")
-    output.add_argument("--output-dir", type=Path, default=Path("output/t5_fsdp"), help="metrics, models, checkpoints")
-    output.add_argument("--checkpoint-every", type=count, default=0, help="steps between checkpoints, 0 for none")
-    output.add_argument("--keep-checkpoints", type=size, default=2, help="how many of the newest to keep")
-    output.add_argument("--resume", action=flag, default=False, help="continue from the newest checkpoint, if any")
+    add("--run-validation", "loss and ROUGE before training and after each epoch", True, action=flag)
+    add("--num-rouge-samples", "validation articles to summarize for ROUGE, 0 for none", 64, type=count)
+    add("--track-memory", "report peak memory and the bytes of this rank's shards", True, action=flag)
+    add("--save-model", "export the best model as a Hugging Face folder", True, action=flag)
+    add("--log-every", "steps between reports", 50, type=size)
+    add("--output-dir", "for metrics, models and checkpoints", Path("output/t5_fsdp"), type=Path)
+    add("--checkpoint-every", "steps between checkpoints, 0 for none", 0, type=count)
+    add("--keep-checkpoints", "how many of the newest to keep", 2, type=size)
+    add("--resume", "continue from the newest checkpoint, if there is one", False, action=flag)
 
     args = parser.parse_args()
-    for chosen in (
-        BUILTIN_MODEL if args.model == "builtin" else DOCUMENT_MODEL,
-        BUILTIN_DATA if args.dataset == "builtin" else DOCUMENT_DATA,
-    ):
-        for name, value in chosen.items():
-            vars(args).setdefault(name, value)
+    for name, (own, document) in DEFAULTS.items():
+        builtin = (args.dataset if name == "num_train_samples" else args.model) == "builtin"
+        vars(args).setdefault(name, own if builtin else document)
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
         parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre (its default) and none")
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
@@ -206,18 +200,6 @@ def load_config_and_tokenizer(name: str) -> tuple[T5Config, PreTrainedTokenizerB
     except Exception as error:  # a missing file, or a missing package, depending on the kind of tokenizer
         reason = str(error).strip().splitlines()[0]
         raise common.UserError(f"--model {name}: its tokenizer could not be read {where} ({reason})") from error
-
-
-def train_builtin_tokenizer(texts: Iterator[str]) -> str:
-    """A byte-level BPE tokenizer for the built-in model, as JSON. It can spell any text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = {"special_tokens": ["<pad>", "</s>", "<unk>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=4096, show_progress=False, **special)
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return tokenizer.to_str()
 
 
 def builtin_config(vocab_size: int) -> T5Config:
@@ -402,19 +384,7 @@ def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch
     return loss, (labels != -100).sum()
 
 
-def train_one_epoch(
-    args: argparse.Namespace,
-    world: World,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    dataset: Dataset,
-    collate: DataCollatorForSeq2Seq,
-    progress: Progress,
-    window: torch.Tensor,
-    metrics: common.Metrics,
-    save: Callable[[], None],
-) -> None:
+def train_one_epoch(args, world, model, optimizer, scaler, dataset, collate, progress, window, metrics, save) -> None:
     """Train from `progress.samples` to the end of the epoch or to `--max-steps`; update `progress` and `window`.
 
     `window` holds this rank's loss sum, target tokens and all tokens since the last report, on the device.
@@ -474,9 +444,7 @@ def train_one_epoch(
 
 
 @torch.no_grad()
-def evaluate(
-    args: argparse.Namespace, world: World, model: nn.Module, dataset: Dataset, collate: DataCollatorForSeq2Seq
-) -> float:
+def evaluate(args, world, model, dataset, collate) -> float:
     """Mean loss over the real target tokens of the whole dataset, the same on any number of ranks. A collective."""
     model.eval()
     totals = torch.zeros(2, device=world.device)
@@ -489,15 +457,7 @@ def evaluate(
 
 @torch.compiler.set_stance("force_eager")  # with --compile: a graph for every length of a summary is not worth it
 @torch.no_grad()
-def summarize(
-    args: argparse.Namespace,
-    world: World,
-    model: nn.Module,
-    dataset: Dataset,
-    collate: DataCollatorForSeq2Seq,
-    tokenizer: PreTrainedTokenizerBase,
-    count: int,
-) -> list[str]:
+def summarize(args, world, model, dataset, collate, tokenizer, count) -> list[str]:
     """Greedy summaries of the first `count` samples, complete on rank 0. A collective.
 
     All ranks generate together: every forward pass gathers shards from all of them. `synced_gpus` keeps those going
@@ -533,24 +493,6 @@ def summarize(
     return summaries
 
 
-def export_model(
-    world: World, model: nn.Module, config: T5Config, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
-    """Save the whole model and its tokenizer as a folder that `from_pretrained` loads. A collective."""
-    weights = common.full_state_dict(model)  # streamed to rank 0's CPU: no device ever holds the whole model
-    if world.rank == 0:
-        with torch.device("meta"):
-            whole = T5ForConditionalGeneration(config)
-        whole.load_state_dict(weights, assign=True)
-        whole.tie_weights()  # assign gave the shared embedding's four places a parameter each
-        partial = folder.with_name(f".{folder.name}")
-        whole.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)  # the same model, when a finished run is resumed
-        partial.rename(folder)  # a folder with the final name is always whole
-    dist.barrier()
-
-
 # ---- Main ------------------------------------------------------------------------------------------------------
 
 
@@ -571,10 +513,7 @@ def main(args: argparse.Namespace, world: World) -> None:
         args.precision = "bf16" if bf16_is_native(world.device) else "fp32"
     elif args.precision == "bf16" and not bf16_is_native(world.device):
         raise common.UserError(f"--precision bf16: this {world.device.type} does not compute in bf16; use fp32 or auto")
-    must_match = {name: getattr(args, name) for name in ("model", "dataset", "text_column", "summary_column", "seed")}
-    must_match |= {
-        name: value for name, value in vars(args).items() if name.startswith(("num_train", "num_val", "max_so"))
-    }
+    must_match = {name: getattr(args, name) for name in MUST_MATCH}
     checkpoint = common.first_process_first(
         world, lambda: common.prepare_output_dir(world, args.output_dir, args.resume, must_match)
     )
@@ -593,13 +532,9 @@ def main(args: argparse.Namespace, world: World) -> None:
         ),
     )
     if args.model == "builtin":
-        trained = [None]
-        if world.rank == 0:
-            rows = data.train.select(range(min(4000, len(data.train))))
-            trained = [train_builtin_tokenizer(text for row in rows for text in (row["text"], row["summary"]))]
-        dist.broadcast_object_list(trained)  # one tokenizer, not one per rank
-        special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained[0]), **special)
+        rows = data.train.select(range(min(4000, len(data.train))))
+        texts = (text for row in rows for text in (row["text"], row["summary"]))
+        tokenizer = common.train_tokenizer(world, texts, vocab_size=4096)
         config = builtin_config(len(tokenizer))
     else:
         config, tokenizer = common.first_process_first(world, lambda: load_config_and_tokenizer(args.model))
@@ -640,7 +575,8 @@ def main(args: argparse.Namespace, world: World) -> None:
         saved = common.load_checkpoint(checkpoint, model, optimizer, rank_state, world)
         progress = Progress(**saved["progress"])
         scheduler.load_state_dict(saved["scheduler"])
-        scaler.load_state_dict(saved["scaler"])
+        if saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
         for group in optimizer.param_groups:
             group["lr"] = saved["learning_rate"]
         common.set_random_states(world.device, rank_state)
@@ -655,18 +591,18 @@ def main(args: argparse.Namespace, world: World) -> None:
         common.save_checkpoint(folder, progress.step, model, optimizer, tensors, state, world, args.keep_checkpoints)
 
     # ---- What runs
+    threads = f"{world.world_size} processes of {torch.get_num_threads()} threads"
     param_dtype, reduce_dtype = (str(dtype).removeprefix("torch.") for dtype in PRECISIONS[args.precision])
     units = sum(isinstance(module, T5Block) for module in model.modules())
     extras = [name for name in ("activation_checkpointing", "compile") if getattr(args, name)]
-    reduced = [
-        f"--{name.replace('_', '-')} {value} ({document[name]})"
-        for builtin, document in ((BUILTIN_MODEL, DOCUMENT_MODEL), (BUILTIN_DATA, DOCUMENT_DATA))
-        for name, value in builtin.items()
-        if getattr(args, name) == value != document[name]
+    changed = [
+        f"--{name.replace('_', '-')} {own} ({document})"
+        for name, (own, document) in DEFAULTS.items()
+        if getattr(args, name) == own
     ]
     metrics.start_block(
         script=f"t5_fsdp.py, {progress.run_date}, torch {torch.__version__}, transformers {transformers.__version__}",
-        device=f"{world.device.type} ({world.backend}), {world.world_size} processes x {torch.get_num_threads()} threads",
+        device=f"{world.device.type} ({world.backend}), {threads}",
         fsdp=f"version {args.fsdp_version}, {args.sharding_strategy}, {units} T5Blocks and the root, "
         + ", ".join([f"backward prefetch {args.backward_prefetch}", *extras]),
         precision=f"{args.precision}: compute in {param_dtype}, reduce gradients in {reduce_dtype}, update in float32",
@@ -674,8 +610,8 @@ def main(args: argparse.Namespace, world: World) -> None:
         data=f"{args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate",
         left_out=f"of {data.rows:,} rows, {data.without_text_or_summary:,} without text or summary and "
         f"{data.with_long_summary:,} with a summary longer than 3/4 of the text",
-        training=f"{args.epochs} epochs, batch {args.batch_size} x {world.world_size}, lr {args.lr}, gamma {args.gamma}",
-        reduced=reduced and f"{', '.join(reduced)}; in brackets the document's values",
+        training=f"{args.epochs} epochs, batch {args.batch_size} a process, lr {args.lr}, gamma {args.gamma}",
+        changed=changed and f"{', '.join(changed)}; in brackets the document's values",
         resumed=checkpoint and f"{checkpoint}, keeps {kept}",
     )
     metrics.write("settings", **{name: str(value) for name, value in vars(args).items()}, world_size=world.world_size)
@@ -700,7 +636,8 @@ def main(args: argparse.Namespace, world: World) -> None:
         common.reset_peak_memory(world.device)
         train_one_epoch(args, world, model, optimizer, scaler, train_set, collate, progress, window, metrics, save)
         held = common.state_bytes(model, optimizer)  # here: SHARD_GRAD_OP leaves whole parameters after validation
-        loss_sum, target_tokens, all_tokens = progress.totals
+        sums = zip(progress.totals, common.sum_over_ranks(window), strict=True)
+        loss_sum, target_tokens, all_tokens = (reported + since for reported, since in sums)
         report = {"train_loss": loss_sum / target_tokens}
         if args.run_validation:
             report |= validate()
@@ -719,7 +656,9 @@ def main(args: argparse.Namespace, world: World) -> None:
         is_best = ends_run if not args.run_validation else progress.best_loss is None or loss < progress.best_loss
         if args.save_model and is_best:
             name = f"t5-{progress.run_date}-epoch-{epoch}-loss-{loss:.4f}"
-            export_model(world, model, config, tokenizer, args.output_dir / name)
+            with torch.device("meta"):
+                whole = T5ForConditionalGeneration(config)
+            common.export_model(world, model, whole, tokenizer, args.output_dir / name)
             if world.rank == 0 and progress.best_model not in (None, name):
                 shutil.rmtree(args.output_dir / progress.best_model, ignore_errors=True)
             progress.best_loss, progress.best_model = loss, name

@@ -5,26 +5,22 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+# Before anything imports the Hugging Face libraries: no test reaches the network, or finds another run's caches.
+CACHES = tempfile.TemporaryDirectory()
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": CACHES.name}
 
 import torch
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import common  # noqa: E402
-import t5_fsdp  # noqa: E402
-
-
-@pytest.fixture(scope="session", autouse=True)
-def offline_and_clean(tmp_path_factory):
-    """No test reaches the network, and none finds what another run left in the caches."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf"))
+import common
 
 
 def run(script, *arguments, processes=None, timeout=300, **environment):
@@ -74,12 +70,20 @@ def articles_csv(tmp_path_factory):
     return write_csv(tmp_path_factory.mktemp("data") / "articles.csv", [common.builtin_article(i) for i in range(200)])
 
 
+def train_tokenizer(texts):
+    """common.train_tokenizer in a process group of one, which ends with it."""
+    world = common.setup_distributed("cpu")
+    try:
+        return common.train_tokenizer(world, texts, vocab_size=1000)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def make_model(folder, dropout, num_layers=2):
     """Write a tiny T5 with random weights and a tokenizer, as `from_pretrained` reads them."""
     articles = [common.builtin_article(index) for index in range(100)]
-    spec = t5_fsdp.train_builtin_tokenizer(text for a in articles for text in (a["text"], a["headline"]))
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(spec), **special).save_pretrained(folder)
+    tokenizer = train_tokenizer(text for a in articles for text in (a["text"], a["headline"]))
+    tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": num_layers, "dropout_rate": dropout}
     config = T5Config(vocab_size=1024, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **shape)

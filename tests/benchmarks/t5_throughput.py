@@ -16,7 +16,6 @@ import csv
 import ctypes
 import functools
 import gc
-import json
 import os
 import platform
 import random
@@ -29,21 +28,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tokenizers import Tokenizer
-from transformers import (
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-    logging,
-)
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration, logging
 
 import common
 import t5_fsdp
@@ -68,9 +60,9 @@ def write_wikihow_like(folder: Path, count: int) -> Path:
         writer = csv.DictWriter(file, ["headline", "title", "text"])
         writer.writeheader()
         writer.writerows(rows)
-    spec = t5_fsdp.train_builtin_tokenizer(row["text"] for row in rows[:300])
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(spec), **special).save_pretrained(folder)
+    world = common.setup_distributed("cpu")
+    common.train_tokenizer(world, (row["text"] for row in rows[:300]), vocab_size=8192).save_pretrained(folder)
+    dist.destroy_process_group()
     torch.manual_seed(0)
     config = T5Config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **T5_SMALL)
     T5ForConditionalGeneration(config).save_pretrained(folder)
@@ -123,95 +115,81 @@ def allocate_like(name: str) -> None:
         libc.mallopt(common.M_TRIM_THRESHOLD, 2**31 - 1 if ours else 128 * 1024)
 
 
+def take_turns(
+    world: common.World, options: argparse.Namespace, folder: Path, precision: str
+) -> dict[str, list[float]]:
+    """Samples per second of every turn of both loops."""
+    sys.argv = [
+        "t5_fsdp.py",
+        "--model",
+        str(folder),
+        "--dataset",
+        str(folder / "articles.csv"),
+        "--precision",
+        precision,
+    ]
+    sys.argv += ["--fsdp-version", "1", "--num-train-samples", "0", "--log-every", "1000"]
+    args = t5_fsdp.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = T5Config.from_pretrained(folder)
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    data = common.first_process_first(
+        world, lambda: common.load_summarization_data(args.dataset, "text", "headline", 0, 8, folder)
+    )
+
+    dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), t5_fsdp.PRECISIONS[precision][0])
+    theirs = FSDP(
+        T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32),
+        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={t5_fsdp.T5Block}),
+        mixed_precision=MixedPrecision(**dtypes),
+        device_id=world.device,
+    )
+    their_optimizer = torch.optim.AdamW(theirs.parameters(), lr=args.lr)
+    dataset = DocumentDataset(data.train, tokenizer)
+    sampler = DistributedSampler(dataset, rank=world.rank, num_replicas=world.world_size, shuffle=True)
+    batches = iter(DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=2))
+
+    ours = t5_fsdp.shard_with_fsdp1(t5_fsdp.load_weights(args, config, world), mesh, args)
+    our_optimizer = torch.optim.AdamW(ours.parameters(), lr=args.lr, fused=True)
+    rows = common.first_process_first(world, lambda: common.tokenize(data.train, tokenizer, "", 512, 150))
+    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
+    progress, window = t5_fsdp.Progress(run_date=""), torch.zeros(3, device=world.device)
+    silent = argparse.Namespace(report=lambda *_, **__: None)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=False)
+
+    def our_steps(steps: int) -> None:
+        args.max_steps = progress.step + steps
+        t5_fsdp.train_one_epoch(args, world, ours, our_optimizer, scaler, rows, collate, progress, window, silent, None)
+
+    loops = {"document": lambda steps: document_steps(theirs, their_optimizer, batches, steps), "t5_fsdp": our_steps}
+    rates = {name: [] for name in loops}
+    for turn in range(options.turns + 1):
+        for name, loop in loops.items():
+            dist.barrier()
+            began = time.perf_counter()
+            allocate_like(name)
+            loop(options.steps)
+            dist.barrier()
+            if turn > 0:  # the first turn warms up
+                samples = options.steps * args.batch_size * world.world_size
+                rates[name].append(samples / (time.perf_counter() - began))
+    return rates
+
+
 def worker(options: argparse.Namespace, folder: Path) -> None:
-    """One process: build both loops, let them take turns, print rank 0's table."""
+    """One process: let the loops take turns in each precision, print rank 0's table."""
     world = common.setup_distributed(options.device)
     results = {}
     for precision in options.precisions.split(","):
-        sys.argv = [
-            "t5_fsdp.py",
-            "--model",
-            str(folder),
-            "--dataset",
-            str(folder / "articles.csv"),
-            "--log-every",
-            "1000",
-        ]
-        sys.argv += ["--fsdp-version", "1", "--precision", precision, "--num-train-samples", "0"]
-        args = t5_fsdp.parse_args()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        data = common.first_process_first(
-            world, lambda args=args: common.load_summarization_data(args.dataset, "text", "headline", 0, 8, folder)
-        )
-        config = T5Config.from_pretrained(folder)
-        mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.world_size,))
-        dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), t5_fsdp.PRECISIONS[precision][0])
-
-        # The document's loop.
-        theirs = FSDP(
-            T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32),
-            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={t5_fsdp.T5Block}),
-            mixed_precision=MixedPrecision(**dtypes),
-            device_id=world.device,
-        )
-        their_optimizer = torch.optim.AdamW(theirs.parameters(), lr=args.lr)
-        dataset = DocumentDataset(data.train, tokenizer)
-        sampler = DistributedSampler(dataset, rank=world.rank, num_replicas=world.world_size, shuffle=True)
-        batches = iter(DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=2))
-
-        # Ours.
-        ours = t5_fsdp.shard_with_fsdp1(t5_fsdp.load_weights(args, config, world), mesh, args)
-        our_optimizer = torch.optim.AdamW(ours.parameters(), lr=args.lr, fused=True)
-        rows = common.first_process_first(
-            world, lambda tokenizer=tokenizer, data=data: common.tokenize(data.train, tokenizer, "", 512, 150)
-        )
-        collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-        progress = t5_fsdp.Progress(run_date="")
-        silent = argparse.Namespace(report=lambda *_, **__: None)
-        scaler = torch.amp.GradScaler(world.device.type, enabled=False)
-
-        def our_steps(
-            steps: int, args=args, ours=ours, our_optimizer=our_optimizer, rows=rows, progress=progress
-        ) -> None:
-            args.max_steps = progress.step + steps
-            window = torch.zeros(3, device=world.device)
-            t5_fsdp.train_one_epoch(
-                args, world, ours, our_optimizer, scaler, rows, collate, progress, window, silent, None
-            )
-
-        loops = {
-            "document": lambda steps: document_steps(theirs, their_optimizer, batches, steps),
-            "t5_fsdp": our_steps,
-        }
-        rates = {name: [] for name in loops}
-        for turn in range(options.turns + 1):
-            for name, loop in loops.items():
-                dist.barrier()
-                began = time.perf_counter()
-                allocate_like(name)
-                loop(options.steps)
-                dist.barrier()
-                if turn > 0:  # the first turn warms up
-                    samples = options.steps * args.batch_size * world.world_size
-                    rates[name].append(samples / (time.perf_counter() - began))
-        results[precision] = rates
-        del loops, theirs, ours, batches, their_optimizer, our_optimizer, our_steps
+        results[precision] = take_turns(world, options, folder, precision)
         gc.collect()
     if world.rank == 0:
         print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {world.world_size} processes")
-        print("| precision | document samples/s | t5_fsdp.py samples/s | ratio |\n|---|---|---|---|")
+        print("| precision | document samples/s | t5_fsdp.py samples/s | ratio | all turns |\n|---|---|---|---|---|")
         for precision, rates in results.items():
-            theirs, ours = (statistics.median(rates[name]) for name in ("document", "t5_fsdp"))
-            print(f"| {precision} | {theirs:.2f} | {ours:.2f} | {ours / theirs:.2f} |")
-        print(
-            json.dumps(
-                {
-                    precision: {n: [round(r, 3) for r in v] for n, v in rates.items()}
-                    for precision, rates in results.items()
-                }
-            )
-        )
-    gc.collect()
+            theirs, ours = statistics.median(rates["document"]), statistics.median(rates["t5_fsdp"])
+            turns = " ".join(f"{a:.2f}/{b:.2f}" for a, b in zip(rates["document"], rates["t5_fsdp"], strict=True))
+            print(f"| {precision} | {theirs:.2f} | {ours:.2f} | {ours / theirs:.2f} | {turns} |")
     dist.destroy_process_group()
 
 

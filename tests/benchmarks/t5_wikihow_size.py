@@ -1,0 +1,89 @@
+"""Seconds and memory that t5_fsdp.py needs to load, split and tokenize a file of WikiHow's size and start training.
+
+    python tests/benchmarks/t5_wikihow_size.py
+
+Writes 215,000 rows (0.85 GB) in wikihowAll.csv's format with WikiHow's lengths, trains the built-in model on all of them
+for five steps on two processes, once with empty caches and once more. Memory is sampled from /proc: what a
+process holds for itself (RssAnon), and with it the pages of memory-mapped files, which the system may drop (VmRSS).
+"""
+
+import argparse
+import csv
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_rows(path: Path, count: int) -> None:
+    """Random words, numbered methods of articles, quoted newlines, stray commas, and a few empty fields."""
+    choose = random.Random(0)
+    words = ["".join(choose.choices("aeinorstlmdcu", k=choose.randint(2, 9))) for _ in range(30000)]
+    pool = [" ".join(choose.choices(words, k=20)) + "." for _ in range(20000)]  # sentences, or writing takes minutes
+
+    def sentences(mean: float) -> list[str]:
+        return choose.choices(pool, k=max(1, round(choose.lognormvariate(-0.25, 0.7) * mean / 20)))
+
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["headline", "title", "text"])
+        for index in range(count):
+            headline = "" if index % 200 == 0 else "\n" + ",\n".join(sentences(60))
+            title = f"How to {words[index // 3 % 30000]} {index // 90000} {words[index // 3 % 7919]}{index % 3 + 1}"
+            writer.writerow([headline, title, "\n\n\n".join(sentences(580))])
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """RssAnon and VmRSS of a process, in bytes."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "VmRSS") if name in fields}
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    try:
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return children + [below for child in children for below in descendants(child)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=215_000)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "wikihowAll.csv"
+        write_rows(path, options.rows)
+        print(f"{options.rows:,} rows, {path.stat().st_size / 2**30:.2f} GB", flush=True)
+        for caches in ("empty", "filled"):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(ROOT / "t5_fsdp.py")]
+            command += ["--dataset", str(path), "--num-train-samples", "0", "--max-steps", "5", "--log-every", "1"]
+            command += ["--no-run-validation", "--no-save-model", "--output-dir", str(Path(scratch) / caches)]
+            began, first_step, peaks = time.perf_counter(), None, {"RssAnon": 0, "VmRSS": 0}
+            environment = {**os.environ, "HF_HOME": scratch, "PYTHONUNBUFFERED": "1"}
+            log = open(Path(scratch) / "log", "w+")  # noqa: SIM115
+            running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            while running.poll() is None:
+                for pid in descendants(running.pid):
+                    for name, value in memory_of(pid).items():
+                        peaks[name] = max(peaks[name], value)
+                if first_step is None and "\nstep" in Path(log.name).read_text():
+                    first_step = time.perf_counter() - began
+                time.sleep(0.2)
+            text = Path(log.name).read_text()
+            assert running.returncode == 0, text
+            print("\n".join(line for line in text.splitlines() if line.startswith(("data ", "left out"))))
+            own, mapped = peaks["RssAnon"] / 2**30, peaks["VmRSS"] / 2**30
+            print(f"caches {caches}: first step after {first_step:.0f} s, largest process {own:.2f} GB", end="")
+            print(f", {mapped:.2f} GB with mapped files", flush=True)
