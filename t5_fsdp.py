@@ -427,8 +427,16 @@ def train_one_epoch(args, world, model, optimizer, scaler, dataset, collate, pro
         window += torch.stack([loss.detach(), tokens, tokens + batch["attention_mask"].sum()])
         ends_epoch = progress.samples == len(order)
         ends_run = progress.step == args.max_steps or (ends_epoch and progress.epoch == args.epochs)
-        if progress.step % args.log_every == 0 or ends_epoch or ends_run:
+        reports = progress.step % args.log_every == 0 or ends_epoch or ends_run
+        saves = args.checkpoint_every and (progress.step % args.checkpoint_every == 0 or ends_run)
+        if reports or saves:
             sums = common.sum_over_ranks(window)
+            if not math.isfinite(sums[0]):  # before saving: the newest checkpoint must stay usable
+                raise common.UserError(
+                    f"the loss became {sums[0]} at step {progress.step} or since the last report; lower --lr, leave "
+                    "--precision fp16 if it is on, and go on from the last checkpoint with --resume"
+                )
+        if reports:
             window.zero_()
             progress.totals = tuple(a + b for a, b in zip(progress.totals, sums, strict=True))
             # A DTensor norm is a sum still to be made over ranks: a collective, so on every rank, not on rank 0 only.
@@ -438,7 +446,7 @@ def train_one_epoch(args, world, model, optimizer, scaler, dataset, collate, pro
             with tqdm.external_write_mode():
                 metrics.report("step", step=progress.step, epoch=progress.epoch, **report)
         progress.seconds += time.perf_counter() - began
-        if args.checkpoint_every and (progress.step % args.checkpoint_every == 0 or ends_run):
+        if saves:
             save()
         began = time.perf_counter()
 
@@ -670,6 +678,7 @@ def main(args: argparse.Namespace, world: World) -> None:
     # ---- Closing summary
     summaries = summarize(args, world, model, validation_set, collate, tokenizer, 3)
     for row, summary in zip(shown, summaries, strict=False):
+        metrics.write("summary", article=row["text"], reference=row["summary"], summary=summary)
         metrics.say("")
         for name, text in (("article", row["text"]), ("reference", row["summary"]), ("summary", summary)):
             text = textwrap.shorten(text, 400, placeholder=" ...")

@@ -1,13 +1,18 @@
 """Resume is exact, also with dropout and in the middle of an epoch; exported models are what was trained."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import torch
 
 import pytest
-from conftest import make_model, reports, run, run_many, succeed
+from conftest import ROOT, make_model, reports, run, run_many, succeed
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
@@ -56,6 +61,12 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(resumed, version):
     for epoch in (1, 2):
         for name in ("train_loss", "validation_loss", "step"):
             assert ends[0][epoch][name] == ends[1][epoch][name]
+    assert "rougeL" not in ends[0][1]  # --num-rouge-samples 0
+
+
+def test_gamma_lowers_the_learning_rate_after_each_epoch(resumed):
+    rates = {report["epoch"]: report["learning_rate"] for report in reports(resumed / "parts1", "step")}
+    assert rates == {1: 0.002, 2: pytest.approx(0.002 * 0.7)}
 
 
 def test_only_the_newest_checkpoints_are_kept(resumed):
@@ -76,6 +87,28 @@ def test_checkpoints_move_to_another_number_of_processes(resumed, tmp_path, drop
     before, after = reports(tmp_path / "moved", "epoch")[-2:]
     assert after["step"] == before["step"] == STEPS  # nothing was trained, the loaded model was only evaluated
     assert after["validation_loss"] == pytest.approx(before["validation_loss"], abs=1e-5)
+
+
+def test_torchrun_restarts_after_a_killed_process_and_loses_nothing(resumed, tmp_path, dropout_model, articles_csv):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1"]
+    command += [str(ROOT / "t5_fsdp.py"), "--model", str(dropout_model), "--dataset", str(articles_csv)]
+    command += ["--num-train-samples", "0", "--batch-size", "8", "--test-batch-size", "8", "--log-every", "1"]
+    command += ["--num-rouge-samples", "0", "--precision", "fp32", "--max-steps", str(STEPS), "--no-save-model"]
+    command += ["--sharding-strategy", "SHARD_GRAD_OP", "--checkpoint-every", "5", "--output-dir", str(tmp_path)]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "checkpoints" / "step-5").exists():
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.02)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        assert running.wait(timeout=120) == 0
+    finally:
+        running.kill()
+    by_step = {report["step"]: report["train_loss"] for report in reports(tmp_path, "step")}
+    assert [by_step[step + 1] for step in range(STEPS)] == losses(resumed / "whole2")
+    assert len(reports(tmp_path, "settings")) == 2  # it did start twice
 
 
 def test_half_written_checkpoints_are_never_resumed(resumed, tmp_path, dropout_model, articles_csv):
@@ -106,7 +139,11 @@ def test_the_exported_folder_is_the_best_model(resumed, version, articles_csv, t
     batch = DataCollatorForSeq2Seq(tokenizer)([rows[i] for i in range(len(rows))])
     with torch.no_grad():
         loss, tokens = t5_fsdp.summed_loss(model.eval(), batch)
-    assert (loss / tokens).item() == pytest.approx(best["validation_loss"], abs=1e-5)
+        assert (loss / tokens).item() == pytest.approx(best["validation_loss"], abs=1e-5)
+        inputs = {"input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3]}
+        texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=150), skip_special_tokens=True)
+    assert best["epoch"] == 2  # so the summaries at the end of the run are this model's
+    assert [r["summary"] for r in reports(resumed / f"whole{version}", "summary")] == [text.strip() for text in texts]
 
 
 def test_exports_hold_each_shared_weight_once(resumed):

@@ -99,6 +99,13 @@ def test_under_torchrun_rank_0_alone_speaks_and_every_rank_ends_with_2(arguments
     assert 't5_fsdp.py", line' not in finished.stderr  # no traceback of ours
 
 
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, tiny_model, articles_csv):
+    arguments = ("--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 64, "--no-run-validation")
+    finished = run("t5_fsdp.py", *arguments, "--lr", 1e30, "--log-every", 2, "--output-dir", tmp_path)
+    assert finished.returncode == 2
+    assert_one_sentence(finished, "the loss became nan at step 2")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_write_permission(tmp_path):
     tmp_path.chmod(0o500)

@@ -78,7 +78,13 @@ VARIANTS = {
         "fp16": ("--precision", "fp16"),
         "grad-bf16": ("--precision", "grad-bf16"),
     }.items()
-} | {"fsdp1 prefetch post": ("--fsdp-version", 1, *FP32, "--backward-prefetch", "post")}
+} | {
+    "fsdp2 no clipping": (*FP32, "--max-grad-norm", 1e9),
+    "fsdp2 all clipped": (*FP32, "--max-grad-norm", 1e-12),
+    "fsdp2 shuffled": (*FP32, "--no-group-by-length"),
+    "fsdp2 other seed": (*FP32, "--seed", 2),
+    "fsdp1 prefetch post": ("--fsdp-version", 1, *FP32, "--backward-prefetch", "post"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -138,3 +144,14 @@ def test_each_process_holds_its_share_of_the_state(runs, processes):
         assert share[kind] == pytest.approx(whole[kind] / processes, rel=0.01)
     # AdamW keeps two numbers for each parameter, and a step count for each tensor.
     assert whole["optimizer_bytes"] == pytest.approx(2 * whole["parameter_bytes"], rel=0.01)
+
+
+def test_clipping_order_and_seed_are_what_they_say(runs, plain_losses):
+    assert runs[2, "fsdp2 no clipping"][0] != pytest.approx(plain_losses[0], abs=1e-5)
+    first, *later = runs[2, "fsdp2 all clipped"][0]
+    assert first == pytest.approx(plain_losses[0][0], abs=1e-5)
+    assert runs[2, "fsdp2 all clipped"][1][-1]["validation_loss"] == pytest.approx(plain_losses[1], abs=0.1)
+    assert later != pytest.approx(plain_losses[0][1:], abs=1e-2)  # gradients of 1e-12 moved the weights by nothing
+    for name in ("fsdp2 shuffled", "fsdp2 other seed"):  # other samples in the first step
+        assert runs[2, name][0][0] != pytest.approx(plain_losses[0][0], abs=1e-5)
+        assert runs[2, name][1][0]["validation_loss"] == pytest.approx(plain_losses[1], abs=1e-5)

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/t5_wikihow_size.py
 
-Writes 215,000 rows (0.85 GB) in wikihowAll.csv's format with WikiHow's lengths, trains the built-in model on all of them
+Writes 215,000 rows (0.85 GB) in wikihowAll.csv's format and lengths, trains the built-in model on all of them
 for five steps on two processes, once with empty caches and once more. Memory is sampled from /proc: what a
 process holds for itself (RssAnon), and with it the pages of memory-mapped files, which the system may drop (VmRSS).
 """
