@@ -539,16 +539,11 @@ def cached_map(rows: Any, function: Callable, cache_key: str = "", **arguments: 
 
 def tokenize(rows: Any, tokenizer: Any, prefix: str, max_source_length: int, max_target_length: int) -> Any:
     """Token ids of texts (`input_ids`) and summaries (`labels`), cut to the two lengths, in tokens."""
-    key = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, prefix, max_source_length, max_target_length]
-    return cached_map(
-        rows,
-        tokenize_rows,
-        cache_key=hashlib.sha256(json.dumps(key).encode()).hexdigest(),
-        tokenizer=tokenizer,
-        prefix=prefix,
-        max_source_length=max_source_length,
-        max_target_length=max_target_length,
-    )
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state = {name: value for name, value in state.items() if name not in ("truncation", "padding")}  # change with use
+    lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
+    key = json.dumps([state, tokenizer.eos_token_id, prefix, lengths])
+    return cached_map(rows, tokenize_rows, cache_key=key, tokenizer=tokenizer, prefix=prefix, **lengths)
 
 
 def tokenize_rows(

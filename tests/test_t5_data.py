@@ -111,6 +111,15 @@ def test_batches_are_padded_to_their_longest_and_lengths_are_cut(tmp_path, tiny_
     assert (batch["labels"][:, 9:] == -100).all()
 
 
+def test_a_used_tokenizer_finds_the_same_cache(tmp_path, tiny_model, articles_csv):
+    data = load(articles_csv, tmp_path)
+    used, fresh = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
+    common.tokenize(data.train, used, "summarize: ", 32, 8)  # rank 0; the other ranks find this in the cache
+    first, second = (common.tokenize(data.validation, each, "summarize: ", 32, 8) for each in (used, fresh))
+    assert first._fingerprint == second._fingerprint
+    assert first._fingerprint != common.tokenize(data.validation, fresh, "summarize: ", 33, 8)._fingerprint
+
+
 @pytest.mark.parametrize("samples, batch_size, world_size", [(10, 2, 1), (10, 2, 3), (7, 2, 2), (9, 2, 4), (1, 4, 4)])
 def test_every_sample_comes_once_on_any_number_of_ranks(samples, batch_size, world_size):
     import torch
