@@ -79,13 +79,13 @@ def train_tokenizer(texts):
         torch.distributed.destroy_process_group()
 
 
-def make_model(folder, dropout, num_layers=2):
+def make_model(folder, dropout=0.0, **changes):
     """Write a tiny T5 with random weights and a tokenizer, as `from_pretrained` reads them."""
     articles = [common.builtin_article(index) for index in range(100)]
     tokenizer = train_tokenizer(text for a in articles for text in (a["text"], a["headline"]))
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": num_layers, "dropout_rate": dropout}
+    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": dropout} | changes
     config = T5Config(vocab_size=1024, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **shape)
     T5ForConditionalGeneration(config).save_pretrained(folder)
     return folder

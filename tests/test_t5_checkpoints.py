@@ -124,6 +124,19 @@ def test_half_written_checkpoints_are_never_resumed(resumed, tmp_path, dropout_m
     assert reports(tmp_path / "killed", "epoch")[-1]["step"] == 10
 
 
+def evaluate_plainly(folder, articles_csv, tmp_path):
+    """Load an exported folder without FSDP; return the model, its validation loss and summaries of three articles."""
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    data = common.load_summarization_data(str(articles_csv), "text", "headline", 0, 300, tmp_path)
+    rows = common.tokenize(data.validation, tokenizer, t5_fsdp.SOURCE_PREFIX, 512, 150)
+    batch = DataCollatorForSeq2Seq(tokenizer)([rows[i] for i in range(len(rows))])
+    inputs = {"input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3]}
+    with torch.no_grad():
+        loss, tokens = t5_fsdp.summed_loss(model, batch)
+        texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=150), skip_special_tokens=True)
+    return model, (loss / tokens).item(), [text.strip() for text in texts]
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_exported_folder_is_the_best_model(resumed, version, articles_csv, tmp_path):
     folders = [path for path in (resumed / f"whole{version}").iterdir() if path.name.startswith("t5-")]
@@ -131,19 +144,26 @@ def test_the_exported_folder_is_the_best_model(resumed, version, articles_csv, t
     best = min((report for report in reports(resumed / f"whole{version}", "epoch")), key=lambda r: r["validation_loss"])
     assert folders[0].name.endswith(f"-epoch-{best['epoch']}-loss-{best['validation_loss']:.4f}")
 
-    model = AutoModelForSeq2SeqLM.from_pretrained(folders[0])
-    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    model, loss, summaries = evaluate_plainly(folders[0], articles_csv, tmp_path)
     assert model.lm_head.weight is model.shared.weight is model.encoder.embed_tokens.weight
-    data = common.load_summarization_data(str(articles_csv), "text", "headline", 0, 300, tmp_path)
-    rows = common.tokenize(data.validation, tokenizer, t5_fsdp.SOURCE_PREFIX, 512, 150)
-    batch = DataCollatorForSeq2Seq(tokenizer)([rows[i] for i in range(len(rows))])
-    with torch.no_grad():
-        loss, tokens = t5_fsdp.summed_loss(model.eval(), batch)
-        assert (loss / tokens).item() == pytest.approx(best["validation_loss"], abs=1e-5)
-        inputs = {"input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3]}
-        texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=150), skip_special_tokens=True)
+    assert loss == pytest.approx(best["validation_loss"], abs=1e-5)
     assert best["epoch"] == 2  # so the summaries at the end of the run are this model's
-    assert [r["summary"] for r in reports(resumed / f"whole{version}", "summary")] == [text.strip() for text in texts]
+    assert [report["summary"] for report in reports(resumed / f"whole{version}", "summary")] == summaries
+
+
+def test_flan_t5_keeps_its_own_output_layer(articles_csv, tmp_path):
+    changes = {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}
+    folder = make_model(tmp_path / "flan", **changes)
+    arguments = ["--model", folder, "--dataset", articles_csv, "--num-train-samples", 64, "--epochs", 1]
+    arguments += ["--precision", "fp32", "--num-rouge-samples", 3]
+    outputs = [tmp_path / f"fsdp{version}" for version in (1, 2)]
+    settings = [[*arguments, "--fsdp-version", output.name[-1], "--output-dir", output] for output in outputs]
+    run_many("t5_fsdp", settings, processes=2)
+    for output in outputs:
+        model, loss, summaries = evaluate_plainly(next(output.glob("t5-*")), articles_csv, tmp_path)
+        assert not torch.equal(model.lm_head.weight, model.shared.weight)
+        assert loss == pytest.approx(reports(output, "epoch")[-1]["validation_loss"], abs=1e-5)
+        assert [report["summary"] for report in reports(output, "summary")] == summaries
 
 
 def test_exports_hold_each_shared_weight_once(resumed):

@@ -168,9 +168,9 @@ def take_turns(
             dist.barrier()
             began = time.perf_counter()
             allocate_like(name)
-            loop(options.steps)
+            loop(options.steps if turn else 1)
             dist.barrier()
-            if turn > 0:  # the first turn warms up
+            if turn:  # the first one warms up
                 samples = options.steps * args.batch_size * world.world_size
                 rates[name].append(samples / (time.perf_counter() - began))
     return rates
@@ -196,8 +196,8 @@ def worker(options: argparse.Namespace, folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=5, help="turns of each loop and precision, after one to warm up")
-    parser.add_argument("--steps", type=int, default=4, help="steps in a turn")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each loop and precision, after one to warm up")
+    parser.add_argument("--steps", type=int, default=7, help="steps in a turn")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--device", default="auto")
     parsed = parser.parse_args()
