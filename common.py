@@ -117,6 +117,8 @@ def launch(main: Callable[[argparse.Namespace, World], None], args: argparse.Nam
         main(args, setup_distributed(args.device))
     except UserError as error:
         exit_with_error(str(error))
+    except KeyboardInterrupt:
+        os._exit(130)
     # A model that is freed after its process group aborts the interpreter at exit ("terminate called without an
     # active exception"), so collect the reference cycles of the finished main() first.
     gc.collect()
@@ -399,7 +401,9 @@ def load_summarization_data(
         chosen = {"train": rows.select(by_hash[~is_validation]), "validation": rows.select(by_hash[is_validation])}
     for split, count in (("train", num_train_samples), ("validation", num_validation_samples)):
         if len(chosen[split]) == 0:
-            raise UserError(f"{name}: no usable article is left for {split}; at least two different titles are needed")
+            raise UserError(
+                f"{name}: no usable article is left for {split}; at least two articles with different titles are needed"
+            )
         if count:
             chosen[split] = chosen[split].select(range(min(count, len(chosen[split]))))
     return SummarizationData(
@@ -803,7 +807,7 @@ def load_checkpoint(
 def full_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The whole model on rank 0's CPU, gathered one parameter at a time; empty on the other ranks. A collective.
 
-    What the T5 document does with `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`, for both versions.
+    What the T5 tutorial does with `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`, for both versions.
     """
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
@@ -816,8 +820,14 @@ def export_model(world: World, model: torch.nn.Module, whole: Any, tokenizer: An
     """
     weights = full_state_dict(model)
     if world.rank == 0:
+        places: dict[Any, list] = {}  # of each parameter: one, or several where it is shared
+        for module in whole.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                places.setdefault(parameter, []).append((module, name))
         whole.load_state_dict(weights, assign=True)
-        whole.tie_weights()  # assign gave a shared weight a parameter in each of its places
+        for (first, name), *others in places.values():  # assign gave each place a parameter of its own
+            for module, other_name in others:
+                setattr(module, other_name, getattr(first, name))
         partial = folder.with_name(f".{folder.name}")
         whole.save_pretrained(partial)
         tokenizer.save_pretrained(partial)

@@ -6,7 +6,7 @@ Fine-tunes T5 to summarize WikiHow articles, sharded over processes with FSDP2 (
     python t5_fsdp.py                                                   # one process
     torchrun --nproc_per_node 2 t5_fsdp.py                              # a laptop: two processes on the CPU
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --dataset data/wikihowAll.csv
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 t5_fsdp.py --model ...
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 t5_fsdp.py
     torchrun --nproc_per_node 8 t5_fsdp.py ... --checkpoint-every 500 --resume      # run again after any stop
 
 The second command prints, on 2 cores of an AMD EPYC with torch 2.15.0 and transformers 5.23.0 in about two minutes:
@@ -32,7 +32,7 @@ import shutil
 import textwrap
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -85,7 +85,7 @@ transformers.logging.disable_progress_bar()
 # T5 was pretrained on many tasks, each named at the start of its input; a model trained here ignores it.
 SOURCE_PREFIX = "summarize: "
 
-# The document's four policies: in which type parameters are gathered and computed with, and in which type
+# The tutorial's four policies: in which type parameters are gathered and computed with, and in which type
 # gradients are reduced. The optimizer always updates fp32 shards.
 PRECISIONS = {
     "fp32": (torch.float32, torch.float32),
@@ -107,7 +107,7 @@ BACKWARD_PREFETCH = {
     "none": None,  # not before they are needed: least memory, no overlap
 }
 
-# What the bare command changes so that it learns in two minutes on two cores: (its own value, the document's).
+# What the bare command changes so that it learns in two minutes on two cores: (its own value, the tutorial's).
 DEFAULTS = {
     "epochs": (4, 2),
     "batch_size": (16, 4),
@@ -117,7 +117,7 @@ DEFAULTS = {
     "num_train_samples": (8000, 1500),  # by --dataset; the others by --model
 }
 
-# What a checkpoint must share with the run that resumes it, or it would go on with another model or other data.
+# What a checkpoint must share with the run that resumes it, or it would be another run.
 MUST_MATCH = (
     "model dataset text_column summary_column num_train_samples max_source_length max_target_length seed".split()
 )
@@ -131,7 +131,9 @@ def parse_args() -> argparse.Namespace:
     def add(name, text, default, **options):
         if default is None:
             default = argparse.SUPPRESS
-            text += " (default: {} for the built-in one, else {})".format(*DEFAULTS[name[2:].replace("-", "_")])
+            own, tutorial = DEFAULTS[name[2:].replace("-", "_")]
+            what = "data" if name == "--num-train-samples" else "model"
+            text += f" (default: {own} for the built-in {what}, else {tutorial})"
         parser.add_argument(name, help=text, default=default, **options)
 
     add("--model", "builtin, or any T5: a Hub name or a local folder", "builtin")
@@ -154,8 +156,13 @@ def parse_args() -> argparse.Namespace:
     add("--seed", "of weights, data order and dropout", 1, type=count)
 
     add("--fsdp-version", "2: fully_shard; 1: FullyShardedDataParallel", 2, type=int, choices=(1, 2))
-    add("--sharding-strategy", "ZeRO-3 or ZeRO-2", "FULL_SHARD", choices=SHARDING_STRATEGIES)
-    add("--precision", "auto: bf16 where the device computes in it, else fp32", "auto", choices=("auto", *PRECISIONS))
+    add("--sharding-strategy", "FULL_SHARD is ZeRO-3, SHARD_GRAD_OP ZeRO-2", "FULL_SHARD", choices=SHARDING_STRATEGIES)
+    add(
+        "--precision",
+        "auto: bf16 if native, else fp32; grad-bf16: gradients only",
+        "auto",
+        choices=("auto", *PRECISIONS),
+    )
     add("--backward-prefetch", "post needs --fsdp-version 1", "pre", choices=BACKWARD_PREFETCH)
     add("--activation-checkpointing", "recompute each T5Block in backward", False, action=flag)
     add("--compile", "torch.compile each T5Block", False, action=flag)
@@ -173,9 +180,9 @@ def parse_args() -> argparse.Namespace:
     add("--resume", "continue from the newest checkpoint, if there is one", False, action=flag)
 
     args = parser.parse_args()
-    for name, (own, document) in DEFAULTS.items():
+    for name, (own, tutorial) in DEFAULTS.items():
         builtin = (args.dataset if name == "num_train_samples" else args.model) == "builtin"
-        vars(args).setdefault(name, own if builtin else document)
+        vars(args).setdefault(name, own if builtin else tutorial)
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
         parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre (its default) and none")
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
@@ -226,11 +233,27 @@ def builtin_config(vocab_size: int) -> T5Config:
     )
 
 
-def load_weights(args: argparse.Namespace, config: T5Config, world: World) -> T5ForConditionalGeneration:
-    """The model: with its weights on rank 0, on the meta device (shapes, no memory) on every other rank."""
-    if world.rank != 0:
-        with torch.device("meta"):
-            return T5ForConditionalGeneration(config)
+def skeleton(config: T5Config, own_output_layer: bool) -> T5ForConditionalGeneration:
+    """The model on the meta device: shapes, no memory."""
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+        if own_output_layer:
+            model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    return model
+
+
+def load_model(args: argparse.Namespace, config: T5Config, world: World) -> T5ForConditionalGeneration:
+    """The model: with its weights on rank 0, as a skeleton on every other rank. A collective."""
+    model = common.first_process_first(world, lambda: load_weights(args, config) if world.rank == 0 else None)
+    # The output layer of T5 is its embedding, FLAN-T5 has one of its own. transformers tells them apart by the weights
+    # alone, the configurations look the same: without this the other ranks would build another model than rank 0.
+    own_output_layer = [model and model.lm_head.weight is not model.shared.weight]
+    dist.broadcast_object_list(own_output_layer)
+    return model or skeleton(config, own_output_layer[0])
+
+
+def load_weights(args: argparse.Namespace, config: T5Config) -> T5ForConditionalGeneration:
+    """The model on this process's CPU: the built-in one with random weights, or a pretrained one."""
     if args.model == "builtin":
         torch.manual_seed(args.seed)
         return T5ForConditionalGeneration(config)
@@ -254,14 +277,14 @@ def sort_keys(dataset: Dataset) -> torch.Tensor:
 def epoch_order(keys: torch.Tensor, step_size: int, seed: int, group_by_length: bool) -> list[int]:
     """A random order of samples, the same on every rank; grouped, the samples of a step have about the same length.
 
-    Padding is wasted work: shuffle, sort within windows of 50 steps, then shuffle the steps.
+    Padding is wasted work: shuffle, sort within chunks of 50 steps, then shuffle the steps.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(keys), generator=generator)
     if not group_by_length:
         return order.tolist()
-    windows = [window[keys[window].argsort(stable=True)] for window in order.split(50 * step_size)]
-    steps = torch.cat(windows).split(step_size)
+    chunks = [chunk[keys[chunk].argsort(stable=True)] for chunk in order.split(50 * step_size)]
+    steps = torch.cat(chunks).split(step_size)
     whole = len(keys) // step_size  # an incomplete step stays the last one
     shuffled = [steps[i] for i in torch.randperm(whole, generator=generator)]
     return torch.cat([*shuffled, *steps[whole:]]).tolist()
@@ -295,6 +318,23 @@ def load_batches(
 
 
 # ---- FSDP ------------------------------------------------------------------------------------------------------
+
+
+def make_empty(device: torch.device | str) -> Callable[[nn.Module], None]:
+    """A function for `model.apply` that gives each module uninitialized parameters on `device`.
+
+    Unlike `Module.to_empty` it keeps what is shared shared: T5's embedding sits in up to four places.
+    """
+    replaced = {}
+
+    def make_module_empty(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = nn.Parameter(torch.empty_like(parameter, device=device))
+            setattr(module, name, replaced.setdefault(parameter, empty))
+
+    return make_module_empty
+
+
 # Two translations of one plan: every T5Block is a unit; what remains is the root unit, above all the embedding that
 # encoder, decoder and output layer share, which must be there for all of them.
 
@@ -306,8 +346,7 @@ def shard_with_fsdp2(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: 
     reshard = SHARDING_STRATEGIES[args.sharding_strategy][1]
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
     weights = model.state_dict() if mesh.get_rank() == 0 else {}
-    model.to_empty(device="meta")  # rank 0 too: its copy stays in `weights`, and the device never holds the whole model
-    model.tie_weights()  # to_empty gave the shared embedding a parameter in each of its four places
+    model.apply(make_empty("meta"))  # rank 0 too: its copy is in `weights`, and no device ever holds the whole model
     for module in list(model.modules()):
         if isinstance(module, unit):
             fully_shard(module, reshard_after_forward=reshard, **options)
@@ -329,15 +368,6 @@ def shard_with_fsdp1(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: 
     on_cpu = mesh.device_type == "cpu"
     device = torch.device("cpu") if on_cpu else torch.device(mesh.device_type, torch.accelerator.current_device_index())
     weights = model.state_dict() if on_cpu and mesh.get_rank() == 0 else {}
-    materialized = {}
-
-    def materialize(module: nn.Module) -> None:
-        # Not module.to_empty(): that would give the shared embedding a separate tensor in each of its four places.
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                empty = nn.Parameter(torch.empty_like(parameter, device=device))
-                setattr(module, name, materialized.setdefault(parameter, empty))
-
     model = FSDP(
         model,
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={unit}),
@@ -350,7 +380,7 @@ def shard_with_fsdp1(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: 
         ),
         backward_prefetch=BACKWARD_PREFETCH[args.backward_prefetch],
         device_id=device,  # units move to the device one by one as they are wrapped; on a CPU it must be named too
-        param_init_fn=materialize if mesh.get_rank() != 0 else None,
+        param_init_fn=make_empty(device) if mesh.get_rank() != 0 else None,
         sync_module_states=not on_cpu,  # rank 0 sends its weights, unit by unit; FSDP1 refuses this on a CPU
         use_orig_params=True,  # parameters keep their names and shapes, for the optimizer and for --compile
         device_mesh=mesh,  # checkpoints then hold DTensors, as in FSDP2
@@ -441,8 +471,8 @@ def train_one_epoch(args, world, model, optimizer, scaler, dataset, collate, pro
             sums = common.sum_over_ranks(window)
             if not math.isfinite(sums[0]):  # before saving: the newest checkpoint must stay usable
                 raise common.UserError(
-                    f"the loss became {sums[0]} at step {progress.step} or since the last report; lower --lr, leave "
-                    "--precision fp16 if it is on, and go on from the last checkpoint with --resume"
+                    f"the loss became {sums[0]} at step {progress.step} or since the last report; start again with a "
+                    "lower --lr and without --precision fp16"
                 )
         if reports:
             window.zero_()
@@ -562,7 +592,8 @@ def main(args: argparse.Namespace, world: World) -> None:
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # to the longest of the batch; labels with -100
 
     # ---- Model, shards, optimizer: the order of these lines matters
-    model = common.first_process_first(world, lambda: load_weights(args, config, world))
+    model = load_model(args, config, world)
+    whole = skeleton(config, model.lm_head.weight is not model.shared.weight)  # what the exported weights go into
     num_parameters = model.num_parameters()
     if args.activation_checkpointing:  # inside the units, so that recomputing needs no gathering of its own
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, T5Block))
@@ -612,9 +643,9 @@ def main(args: argparse.Namespace, world: World) -> None:
     units = sum(isinstance(module, T5Block) for module in model.modules())
     extras = [name for name in ("activation_checkpointing", "compile") if getattr(args, name)]
     changed = [
-        f"--{name.replace('_', '-')} {own} ({document})"
-        for name, (own, document) in DEFAULTS.items()
-        if getattr(args, name) == own
+        f"--{name.replace('_', '-')} {getattr(args, name)} ({tutorial})"
+        for name, (_, tutorial) in DEFAULTS.items()
+        if getattr(args, name) != tutorial
     ]
     metrics.start_block(
         script=f"t5_fsdp.py, {progress.run_date}, torch {torch.__version__}, transformers {transformers.__version__}",
@@ -626,11 +657,12 @@ def main(args: argparse.Namespace, world: World) -> None:
         data=f"{args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate",
         left_out=f"of {data.rows:,} rows, {data.without_text_or_summary:,} without text or summary and "
         f"{data.with_long_summary:,} with a summary longer than 3/4 of the text",
-        training=f"{args.epochs} epochs, batch {args.batch_size} a process, lr {args.lr}, gamma {args.gamma}",
-        changed=changed and f"{', '.join(changed)}; in brackets the document's values",
+        training=f"{args.epochs} epochs, batch {args.batch_size} per process, lr {args.lr}, gamma {args.gamma}",
+        settings=changed and f"{', '.join(changed)}; in brackets the tutorial's",
         resumed=checkpoint and f"{checkpoint}, keeps {kept}",
     )
-    metrics.write("settings", **{name: str(value) for name, value in vars(args).items()}, world_size=world.world_size)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    metrics.write("settings", **settings, world_size=world.world_size)
     if args.print_model:
         metrics.say(str(model))
 
@@ -672,8 +704,6 @@ def main(args: argparse.Namespace, world: World) -> None:
         is_best = ends_run if not args.run_validation else progress.best_loss is None or loss < progress.best_loss
         if args.save_model and is_best:
             name = f"t5-{progress.run_date}-epoch-{epoch}-loss-{loss:.4f}"
-            with torch.device("meta"):
-                whole = T5ForConditionalGeneration(config)
             common.export_model(world, model, whole, tokenizer, args.output_dir / name)
             if world.rank == 0 and progress.best_model not in (None, name):
                 shutil.rmtree(args.output_dir / progress.best_model, ignore_errors=True)
@@ -684,6 +714,7 @@ def main(args: argparse.Namespace, world: World) -> None:
         progress.samples, progress.totals, progress.seconds = 0, (0.0, 0.0, 0.0), 0.0
 
     # ---- Closing summary
+    metrics.say(f"\nWhat the model of epoch {progress.epoch} makes of three articles that it was not trained on:")
     summaries = summarize(args, world, model, validation_set, collate, tokenizer, 3)
     for row, summary in zip(shown, summaries, strict=False):
         metrics.write("summary", article=row["text"], reference=row["summary"], summary=summary)

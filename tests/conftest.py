@@ -87,7 +87,10 @@ def make_model(folder, dropout=0.0, **changes):
     torch.manual_seed(0)
     shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": dropout} | changes
     config = T5Config(vocab_size=1024, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **shape)
-    T5ForConditionalGeneration(config).save_pretrained(folder)
+    model = T5ForConditionalGeneration(config)
+    if not changes.get("tie_word_embeddings", True):  # FLAN-T5: transformers goes by the weights
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.save_pretrained(folder)
     return folder
 
 

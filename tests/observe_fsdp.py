@@ -20,7 +20,7 @@ def observe(world, *arguments):
     sys.argv = ["t5_fsdp.py", "--precision", "fp32", *arguments]
     args = t5_fsdp.parse_args()
     config = t5_fsdp.builtin_config(vocab_size=512)
-    model = t5_fsdp.load_weights(args, config, world)
+    model = t5_fsdp.load_model(args, config, world)
     on_meta = all(parameter.is_meta for parameter in model.parameters())
     if args.activation_checkpointing:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, t5_fsdp.T5Block))

@@ -1,5 +1,6 @@
 """Resume is exact, also with dropout and in the middle of an epoch; exported models are what was trained."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -95,17 +96,18 @@ def test_torchrun_restarts_after_a_killed_process_and_loses_nothing(resumed, tmp
     command += ["--num-train-samples", "0", "--batch-size", "8", "--test-batch-size", "8", "--log-every", "1"]
     command += ["--num-rouge-samples", "0", "--precision", "fp32", "--max-steps", str(STEPS), "--no-save-model"]
     command += ["--sharding-strategy", "SHARD_GRAD_OP", "--checkpoint-every", "5", "--output-dir", str(tmp_path)]
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not (tmp_path / "checkpoints" / "step-5").exists():
             assert time.monotonic() < deadline and running.poll() is None
             time.sleep(0.02)
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
-        assert running.wait(timeout=120) == 0
+        assert running.wait(timeout=240) == 0
     finally:
-        running.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
     by_step = {report["step"]: report["train_loss"] for report in reports(tmp_path, "step")}
     assert [by_step[step + 1] for step in range(STEPS)] == losses(resumed / "whole2")
     assert len(reports(tmp_path, "settings")) == 2  # it did start twice
@@ -161,7 +163,7 @@ def test_flan_t5_keeps_its_own_output_layer(articles_csv, tmp_path):
     run_many("t5_fsdp", settings, processes=2)
     for output in outputs:
         model, loss, summaries = evaluate_plainly(next(output.glob("t5-*")), articles_csv, tmp_path)
-        assert not torch.equal(model.lm_head.weight, model.shared.weight)
+        assert (model.lm_head.weight - model.shared.weight).abs().max() > 1
         assert loss == pytest.approx(reports(output, "epoch")[-1]["validation_loss"], abs=1e-5)
         assert [report["summary"] for report in reports(output, "summary")] == summaries
 

@@ -185,7 +185,7 @@ def test_the_command_line_selects_and_counts(tmp_path, tiny_model):
     end = reports(tmp_path / "out", "epoch")[-1]
     assert end["step"] == 4  # 30 articles, the document's batch of 4 on two processes
     settings = reports(tmp_path / "out", "settings")[0]
-    assert (settings["lr"], settings["gamma"], settings["batch_size"]) == ("0.002", "0.7", "4")
+    assert (settings["lr"], settings["gamma"], settings["batch_size"]) == (0.002, 0.7, 4)
 
 
 def test_switches_switch_off(tmp_path, tiny_model, articles_csv):

@@ -37,7 +37,7 @@ def cases(folder):
         "kind of file": ((dataset, folder / "notes.txt"), "unknown kind of file; .csv, .json", none),
         "columns": ((dataset, folder / "columns.csv"), "'text' or 'headline'; it has 'body', 'abstract'", none),
         "no usable row": ((dataset, folder / "unusable.csv"), "none of its 1 rows can be used", none),
-        "one title": ((dataset, folder / "one_title.csv"), "at least two different titles are needed", none),
+        "one title": ((dataset, folder / "one_title.csv"), "two articles with different titles are needed", none),
         "not UTF-8": ((dataset, folder / "latin1.csv"), "latin1.csv is not UTF-8 text; convert it", none),
         "not UTF-8 later": ((dataset, folder / "late_latin1.csv"), "is not UTF-8 text; convert it", none),
         "broken csv": ((dataset, folder / "broken.csv"), "cannot read", none),

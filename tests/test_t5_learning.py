@@ -32,7 +32,7 @@ def test_the_start_block_says_what_runs(trained):
         r"device     cpu \(gloo\), 2 processes of \d+ threads",
         r"fsdp       version 2, FULL_SHARD, 4 T5Blocks and the root, backward prefetch pre",
         r"data       builtin, 8,000 articles to train on, 300 to validate",
-        r"changed    .*--batch-size 16 \(4\).*in brackets the document's values",
+        r"settings   .*--batch-size 16 \(4\).*in brackets the tutorial's",
     ):
         assert re.search(line, trained[1]), line
 

@@ -149,7 +149,7 @@ def take_turns(
     sampler = DistributedSampler(dataset, rank=world.rank, num_replicas=world.world_size, shuffle=True)
     batches = iter(DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=2))
 
-    ours = t5_fsdp.shard_with_fsdp1(t5_fsdp.load_weights(args, config, world), mesh, args)
+    ours = t5_fsdp.shard_with_fsdp1(t5_fsdp.load_model(args, config, world), mesh, args)
     our_optimizer = torch.optim.AdamW(ours.parameters(), lr=args.lr, fused=True)
     rows = common.first_process_first(world, lambda: common.tokenize(data.train, tokenizer, "", 512, 150))
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
