@@ -25,13 +25,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
 
 import numpy as np
 
@@ -616,7 +612,7 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """Exact bytes that this rank holds of parameters, gradients and optimizer state: its shards, not the whole."""
 
     def local_bytes(tensors: list) -> int:
-        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
     parameters = list(model.parameters())
@@ -807,9 +803,15 @@ def load_checkpoint(
 def full_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The whole model on rank 0's CPU, gathered one parameter at a time; empty on the other ranks. A collective.
 
-    What the T5 tutorial does with `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`, for both versions.
+    The tutorial streams with `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`, which crashes FSDP1 on a CPU
+    in torch 2.11. Sharded state dicts hold DTensors in both versions, and those can be gathered anywhere.
     """
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = {}
+    for name, shard in get_model_state_dict(model).items():
+        tensor = shard.full_tensor() if isinstance(shard, DTensor) else shard
+        if dist.get_rank() == 0:
+            whole[name] = tensor.cpu()
+    return whole
 
 
 def export_model(world: World, model: torch.nn.Module, whole: Any, tokenizer: Any, folder: Path) -> None:
