@@ -119,7 +119,8 @@ DEFAULTS = {
 
 # What a checkpoint must share with the run that resumes it, or it would be another run.
 MUST_MATCH = (
-    "model dataset text_column summary_column num_train_samples max_source_length max_target_length seed".split()
+    *("model", "dataset", "text_column", "summary_column", "num_train_samples"),
+    *("max_source_length", "max_target_length", "seed", "lr", "gamma"),
 )
 
 

@@ -153,4 +153,7 @@ def test_a_fresh_run_does_not_touch_old_checkpoints(resumed, dropout_model, arti
     finished = run("t5_fsdp.py", *arguments, "--output-dir", resumed / "whole2", "--resume", "--seed", 7)
     assert finished.returncode == 2
     assert "was made with --seed 1 and not 7" in finished.stderr
+    finished = run("t5_fsdp.py", *arguments, "--output-dir", resumed / "whole2", "--resume", "--lr", 0.5)
+    assert finished.returncode == 2
+    assert "was made with --lr 0.002 and not 0.5" in finished.stderr
     assert json.loads((resumed / "whole2/checkpoints/step-15/progress.json").read_text())["step"] == STEPS
