@@ -5,6 +5,7 @@ file holds the plumbing they would otherwise repeat.
 """
 
 import argparse
+import contextlib
 import csv
 import ctypes
 import gc
@@ -16,6 +17,7 @@ import random
 import re
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
@@ -28,11 +30,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 import numpy as np
 
 T = TypeVar("T")
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # from glibc's malloc.h
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -106,11 +109,53 @@ def exit_with_error(message: str) -> NoReturn:
     os._exit(2)
 
 
+def launch(
+    main: Callable[[argparse.Namespace, World], None],
+    args: argparse.Namespace,
+    num_processes: int | None = None,
+    backend: str | None = None,
+) -> None:
+    """Call `main(args, world)` in a process group, then tear it down. A `UserError` ends the run with exit code 2.
+
+    Args:
+        num_processes: how many processes to start on this machine where torchrun has started none; None: none, this
+            process forms a group of one.
+        backend: of the collectives; None: PyTorch's default for the device.
+    """
+    if num_processes is None or "RANK" in os.environ:
+        run_process(main, args, backend)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            # They find each other through a file: no port to choose that another program could take first.
+            spawn(start_process, (num_processes, Path(folder) / "store", main, args, backend), num_processes)
+        except ProcessExitedException as error:
+            if error.signal_name:
+                sys.exit(f"{Path(sys.argv[0]).name}: process {error.error_index} was ended by {error.signal_name}")
+            sys.exit(error.exit_code)  # the process has said why
+        except ProcessRaisedException as error:
+            sys.exit(str(error))  # its traceback
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+def start_process(rank: int, world_size: int, store_file: Path, *arguments: Any) -> None:
+    """A process that `launch` starts: set what torchrun would have set, then run."""
+    position = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(number) for name, number in position.items()}
+    run_process(*arguments, store=dist.FileStore(str(store_file), world_size))
+
+
 @record  # lets torchrun show the traceback of the rank that failed first
-def launch(main: Callable[[argparse.Namespace, World], None], args: argparse.Namespace) -> None:
-    """Set up the process group, run `main(args, world)`, tear down. A `UserError` ends the run with exit code 2."""
+def run_process(
+    main: Callable[[argparse.Namespace, World], None],
+    args: argparse.Namespace,
+    backend: str | None,
+    store: dist.Store | None = None,
+) -> None:
+    """This process's part of `launch`."""
     try:
-        main(args, setup_distributed(args.device))
+        main(args, setup_distributed(args.device, backend, store))
     except UserError as error:
         exit_with_error(str(error))
     except KeyboardInterrupt:
@@ -121,11 +166,13 @@ def launch(main: Callable[[argparse.Namespace, World], None], args: argparse.Nam
     dist.destroy_process_group()
 
 
-def setup_distributed(device_name: str) -> World:
+def setup_distributed(device_name: str, backend: str | None = None, store: dist.Store | None = None) -> World:
     """Read torchrun's environment, choose the device and start the process group.
 
     Args:
         device_name: `auto` (a CUDA or Intel GPU when there is one, else the CPU), `cpu`, `cuda`, `xpu` or `mps`.
+        backend: of the collectives; None: PyTorch's default for the device.
+        store: where the processes find each other; None: at torchrun's address.
 
     Raises:
         UserError: the device is not there, or there are more processes on this node than devices.
@@ -143,11 +190,8 @@ def setup_distributed(device_name: str) -> World:
         if os.environ.get("OMP_NUM_THREADS", "1") == "1":
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             torch.set_num_threads(max(1, cores // local_world_size))
-        if sys.platform == "linux":
-            # glibc hands large blocks back to the system and gets them zeroed again, a quarter of T5's step. Keep them.
-            libc = ctypes.CDLL(None)
-            for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
-                getattr(libc, "mallopt", lambda *_: 0)(option, value)  # other C libraries have no mallopt
+        # glibc hands blocks back to the system and gets them zeroed again, in every step. Keep those of up to 32 MiB.
+        tune_malloc({M_MMAP_THRESHOLD: 2**25, M_TRIM_THRESHOLD: 2**28})
     else:
         module = torch.get_device_module(device_name)
         if not module.is_available():
@@ -155,18 +199,26 @@ def setup_distributed(device_name: str) -> World:
         if local_rank >= module.device_count():
             raise UserError(
                 f"{local_world_size} processes on this node but {module.device_count()} {device_name} devices; "
-                f"start torchrun with --nproc_per_node {module.device_count()}"
+                f"start {module.device_count()} processes"
             )
         device = torch.device(device_name, local_rank)
         module.set_device(device)  # before the process group, or every rank opens a context on device 0
-    backend = dist.get_default_backend_for_device(device)
+    backend = backend or dist.get_default_backend_for_device(device)
     # 60 minutes: the other ranks wait in a collective while the first one downloads or tokenizes a large dataset.
     options = {"timeout": timedelta(minutes=60), "device_id": device if device.type != "cpu" else None}
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, **options)
-    else:  # plain `python script.py`: a group of one, which needs no port
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    if "RANK" not in os.environ:
+        store = dist.HashStore()  # plain `python script.py`: a group of one
+    options |= {"store": store, "rank": rank, "world_size": world_size} if store else {}
+    dist.init_process_group(backend, **options)
     return World(rank, local_rank, world_size, local_world_size, device, backend)
+
+
+def tune_malloc(options: dict[int, int]) -> None:
+    """Set options of glibc's allocator, where there is one. Large models on a CPU spend much of a step in it."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    for option, value in options.items():
+        if mallopt:
+            mallopt(option, value)
 
 
 def first_process_first(world: World, function: Callable[[], T]) -> T:
@@ -593,19 +645,25 @@ def format_gb(num_bytes: float) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak device memory since `reset_peak_memory`; on a CPU the resident peak of this process since it started."""
+    """Peak since `reset_peak_memory`: of memory on the device, or on a CPU of this process's resident memory."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
+    if sys.platform == "linux":
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
     import resource  # not on Windows
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, and since the process started
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new peak on an accelerator. A CPU process has one peak for its life."""
+    """Start a new peak."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)  # else memory that was freed counts as resident
+        with contextlib.suppress(OSError):  # some containers forbid it: the peak is then the process's
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -631,8 +689,10 @@ def sum_over_ranks(values: torch.Tensor) -> list[float]:
     return total.tolist()
 
 
-def format_value(value: float) -> str:
+def format_value(value: float | str) -> str:
     """A number with as many digits as help: whole numbers with commas, losses with 4 digits, rates with 1."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, int):
         return f"{value:,}"
     if abs(value) < 0.01:
@@ -678,7 +738,9 @@ class Metrics:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def prepare_output_dir(world: World, output_dir: Path, resume: bool, must_match: dict[str, Any]) -> Path | None:
+def prepare_output_dir(
+    world: World, output_dir: Path, resume: bool = False, must_match: dict[str, Any] | None = None
+) -> Path | None:
     """Create the folder; return the newest whole checkpoint to resume from, or None for a fresh start.
 
     Args:
@@ -707,7 +769,7 @@ def prepare_output_dir(world: World, output_dir: Path, resume: bool, must_match:
             "choose another --output-dir"
         )
     saved = json.loads((newest / "progress.json").read_text())["must_match"]
-    for name, value in must_match.items():
+    for name, value in (must_match or {}).items():
         if saved.get(name) != value:
             raise UserError(
                 f"{newest} was made with --{name.replace('_', '-')} {saved.get(name)} and not {value}; "
@@ -836,3 +898,28 @@ def export_model(world: World, model: torch.nn.Module, whole: Any, tokenizer: An
         shutil.rmtree(folder, ignore_errors=True)  # the same model, when a finished run is resumed
         partial.rename(folder)  # a folder with its final name is always whole
     dist.barrier()
+
+
+def save_weights(world: World, model: torch.nn.Module, path: Path) -> None:
+    """Save the whole model as one safetensors file: a state dict that the model loads without FSDP. A collective.
+
+    Raises:
+        UserError: the file cannot be written, for example because the disk is full.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    weights = full_state_dict(model)
+    error = None
+    if world.rank == 0:
+        partial = path.with_name(f".{path.name}")
+        try:
+            save_file(weights, partial)
+            partial.rename(path)  # a file with its final name is always whole
+        except (OSError, SafetensorError) as caught:
+            partial.unlink(missing_ok=True)
+            error = f"could not save {path}: {caught}"
+    errors = [error]
+    dist.broadcast_object_list(errors)
+    if errors[0] is not None:
+        raise UserError(errors[0])

@@ -355,6 +355,8 @@ def shard_with_fsdp2(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: 
     for module in model.modules():
         if isinstance(module, FSDPModule) and args.backward_prefetch == "none":
             module.set_modules_to_backward_prefetch([module])  # an explicit list replaces the default: only itself
+        if isinstance(module, FSDPModule) and mesh.device_type == "xpu":
+            module.set_force_sum_reduction_for_comms(True)  # Intel's oneCCL cannot average
     model.to_empty(device=mesh.device_type)  # this rank's shards, on the device
     # Rank 0 sends one parameter at a time; each rank keeps its shard.
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
@@ -560,6 +562,9 @@ def main(args: argparse.Namespace, world: World) -> None:
         args.precision = "bf16" if bf16_is_native(world.device) else "fp32"
     elif args.precision == "bf16" and not bf16_is_native(world.device):
         raise common.UserError(f"--precision bf16: this {world.device.type} does not compute in bf16; use fp32 or auto")
+    if world.device.type == "cpu":
+        # Blocks of any size: a fifth of a step with a real vocabulary. Not for units of hundreds of MB: it fragments.
+        common.tune_malloc({common.M_MMAP_MAX: 0, common.M_TRIM_THRESHOLD: 2**31 - 1})
     must_match = {name: getattr(args, name) for name in MUST_MATCH}
     checkpoint = common.first_process_first(
         world, lambda: common.prepare_output_dir(world, args.output_dir, args.resume, must_match)
