@@ -143,6 +143,8 @@ def start_process(rank: int, world_size: int, store_file: Path, *arguments: Any)
     """A process that `launch` starts: set what torchrun would have set, then run."""
     position = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(number) for name, number in position.items()}
+    # Being spawned, it would spawn its data loader's workers too: seconds each, to import everything again.
+    torch.multiprocessing.set_start_method(None, force=True)
     run_process(*arguments, store=dist.FileStore(str(store_file), world_size))
 
 

@@ -22,6 +22,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -61,6 +62,9 @@ DEFAULTS = {
     "num_train_samples": (6400, 0),
     "num_workers": (0, 2),  # the images are in memory already, and workers would take cores from the network
 }
+
+# FSDP1 on one process says that there is nothing to shard; the first lines of the output say so too.
+warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
 
 # Mean and standard deviation of MNIST's pixels.
 NORMALIZE = transforms.Normalize((0.1307,), (0.3081,))
@@ -172,12 +176,17 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
     return TensorDataset(torch.cat(images), labels)
 
 
+def mnist_folder(data_dir: Path) -> Path:
+    """The folder with MNIST's files: `data_dir` itself, or the one below it where torchvision puts them."""
+    return data_dir if list(data_dir.glob("*-idx?-ubyte*")) else data_dir / "MNIST" / "raw"
+
+
 class MNIST(datasets.MNIST):
-    """torchvision's MNIST, also where the files are in the folder itself and not in `MNIST/raw` below it."""
+    """torchvision's MNIST, read from either folder."""
 
     @property
     def raw_folder(self) -> str:
-        return self.root if list(Path(self.root).glob("*-idx?-ubyte*")) else super().raw_folder
+        return str(mnist_folder(Path(self.root)))
 
 
 def load_mnist(data_dir: Path) -> tuple[Dataset, Dataset]:
@@ -186,7 +195,7 @@ def load_mnist(data_dir: Path) -> tuple[Dataset, Dataset]:
     Raises:
         common.UserError: the files are broken, or missing and cannot be downloaded.
     """
-    raw = Path(MNIST.raw_folder.fget(argparse.Namespace(root=data_dir)))
+    raw = mnist_folder(data_dir)
     missing = []
     for name, _ in MNIST.resources:
         zipped, file = raw / name, raw / name.removesuffix(".gz")
@@ -367,7 +376,8 @@ def train_network(args, world, metrics, train_loader, test_loader) -> None:
         common.reset_peak_memory(world.device)
         train_loss, seconds = train_one_epoch(world, model, train_loader, optimizer, epoch)
         memory = {"peak_memory_gb": common.format_gb(common.peak_memory_bytes(world.device))}
-        memory |= {"state_bytes": sum(common.state_bytes(model, optimizer).values())}  # with gradients: before the test
+        state = common.state_bytes(model, optimizer)  # before the test, which leaves the root unit gathered in FSDP2
+        memory |= {"parameters": state["parameter_bytes"] // 4, "state_bytes": sum(state.values())}
         test_loss, correct = evaluate(world, model, test_loader)
         tested = {"test_loss": test_loss, "test_correct": correct, "test_accuracy": correct / len(test_loader.dataset)}
         speed = {"seconds": seconds, "samples_per_second": samples / seconds}

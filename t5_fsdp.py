@@ -80,6 +80,8 @@ from common import World
 
 # FSDP2 warns that a block's output is a view, which nobody may write into. T5's stacks do not.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+# FSDP1 on one process says that there is nothing to shard; the first lines of the output say so too.
+warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
 transformers.logging.disable_progress_bar()
 
 # T5 was pretrained on many tasks, each named at the start of its input; a model trained here ignores it.

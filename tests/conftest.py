@@ -1,6 +1,7 @@
 """Helpers: run the scripts as users do, and read what they report."""
 
 import csv
+import gzip
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import common
+import mnist_fsdp
 
 
 def run(script, *arguments, processes=None, timeout=300, **environment):
@@ -43,10 +45,10 @@ def succeed(*arguments, **options):
     return finished
 
 
-def run_many(script, settings, processes, **options):
+def run_many(script, settings, processes, *switches, **options):
     """Run `script`'s main() once for each list of arguments, in one launch."""
     texts = [[str(argument) for argument in arguments] for arguments in settings]
-    return succeed("tests/run_many.py", script, json.dumps(texts), processes=processes, **options)
+    return succeed("tests/run_many.py", script, json.dumps(texts), *switches, processes=processes, **options)
 
 
 def reports(output_dir, kind):
@@ -62,6 +64,30 @@ def write_csv(path, rows):
         writer.writeheader()
         writer.writerows(rows)
     return path
+
+
+def write_idx(folder, images, labels, train, zipped=False):
+    """Write uint8 images (count, 28, 28) and labels (count,) as MNIST's two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
+        header = bytes([0, 0, 8, array.dim()]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+        content = header + array.to(torch.uint8).numpy().tobytes()
+        name = f"{'train' if train else 't10k'}-{kind}-ubyte"
+        (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
+
+
+def write_mnist(folder, num_train=192, num_test=100, **options):
+    """Write the built-in digits in MNIST's format."""
+    for count, seed, train in ((num_train, 0, True), (num_test, 1, False)):
+        images, labels = mnist_fsdp.draw_digits(count, seed).tensors
+        write_idx(folder, (images * 0.3081 + 0.1307).mul(255).round().squeeze(1), labels, train, **options)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_mnist(tmp_path_factory):
+    """192 training and 100 test images: the latter cannot be divided among 3 processes."""
+    return write_mnist(tmp_path_factory.mktemp("mnist"))
 
 
 @pytest.fixture(scope="session")
