@@ -81,12 +81,12 @@ def test_xpu_script_equals_a_plain_loop(processes, small_mnist, tmp_path):
 
 
 def test_deep_network_is_sharded_in_equal_parts_and_equals_a_plain_loop(small_mnist, tmp_path):
-    """On 1, 2 and 4 processes: state bytes fall as 1/N within 2%, and two steps give the same losses."""
+    """On 1 and 4 processes (2 are in test_mnist.py): state bytes fall as 1/N within 2%, and two steps lose the same."""
     common = ["--dataset", "mnist", "--data-dir", small_mnist, "--model", "deep", "--epochs", 1, "--num-workers", 0]
     common += ["--num-train-samples", 2 * GLOBAL_BATCH]
     whole = 94_104_234
     plain = plain_loop(mnist_fsdp.DeepNet, small_mnist, torch.optim.Adam, 0.001, 1.0, 1, count=2 * GLOBAL_BATCH)
-    for processes, version in ((1, 2), (2, 1), (4, 2)):
+    for processes, version in ((1, 1), (4, 2)):
         output = tmp_path / f"{processes}"
         options = [
             *common,

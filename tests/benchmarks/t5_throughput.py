@@ -13,7 +13,6 @@ turns in one run; medians over the turns are printed. Only the loop differs:
 
 import argparse
 import csv
-import ctypes
 import functools
 import gc
 import os
@@ -107,12 +106,9 @@ def document_steps(model, optimizer, batches, steps: int) -> None:
 
 
 def allocate_like(name: str) -> None:
-    """common.py tells glibc to keep freed memory. The document's turns get glibc's defaults back."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        ours = name == "t5_fsdp"
-        libc.mallopt(common.M_MMAP_MAX, 0 if ours else 65536)
-        libc.mallopt(common.M_TRIM_THRESHOLD, 2**31 - 1 if ours else 128 * 1024)
+    """t5_fsdp.py tells glibc to keep freed memory. The document's turns get what glibc itself adapts to."""
+    ours = name == "t5_fsdp"
+    common.tune_malloc({common.M_MMAP_MAX: 0 if ours else 65536, common.M_TRIM_THRESHOLD: 2**31 - 1 if ours else 2**26})
 
 
 def take_turns(
