@@ -208,8 +208,14 @@ def setup_distributed(device_name: str, backend: str | None = None, store: dist.
     backend = backend or dist.get_default_backend_for_device(device)
     # 60 minutes: the other ranks wait in a collective while the first one downloads or tokenizes a large dataset.
     options = {"timeout": timedelta(minutes=60), "device_id": device if device.type != "cpu" else None}
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if "RANK" not in os.environ:
         store = dist.HashStore()  # plain `python script.py`: a group of one
+    elif attempt and store is None and local_world_size == world_size:
+        # On one node torchrun keeps its store when it restarts the processes (on several nodes it makes a new one):
+        # under the old keys this attempt would find the addresses of processes that are gone.
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.PrefixStore(f"attempt-{attempt}", store)
     options |= {"store": store, "rank": rank, "world_size": world_size} if store else {}
     dist.init_process_group(backend, **options)
     return World(rank, local_rank, world_size, local_world_size, device, backend)

@@ -495,8 +495,8 @@ def compare(results: list[dict], on_cpu: bool) -> None:
 
 if __name__ == "__main__":
     args = parse_args()
-    on_cpu = args.device == "cpu" or torch.accelerator.current_accelerator(check_available=True) is None
-    processes = {"local": 1, "fsdp": args.num_processes or (2 if on_cpu else torch.accelerator.device_count())}
+    on_cpu = args.device == "cpu" or not torch.cuda.is_available()
+    processes = {"local": 1, "fsdp": args.num_processes or (2 if on_cpu else torch.cuda.device_count())}
     for mode in ("local", "fsdp") if args.mode == "both" else (args.mode,):
         args.mode = mode
         common.launch(main, args, processes[mode])  # new processes for each half: each has its own peak of memory

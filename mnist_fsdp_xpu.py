@@ -369,8 +369,10 @@ def train_network(args, world, metrics, train_loader, test_loader) -> None:
 
     # ---- Epochs
     on_xpu = world.device.type == "xpu"
-    start, end = (torch.xpu.Event(enable_timing=True) for _ in range(2)) if on_xpu else (None, None)
-    began = start.record() if on_xpu else time.perf_counter()
+    began = time.perf_counter()
+    if on_xpu:
+        start, end = (torch.xpu.Event(enable_timing=True) for _ in range(2))
+        start.record()
     samples = len(train_loader) * args.batch_size * world.world_size
     for epoch in range(1, args.epochs + 1):
         common.reset_peak_memory(world.device)
@@ -386,12 +388,11 @@ def train_network(args, world, metrics, train_loader, test_loader) -> None:
         scheduler.step()
 
     # ---- Result
+    elapsed = time.perf_counter() - began
     if on_xpu:
         end.record()
         torch.xpu.synchronize()  # an event has no time before the device has come to it
         elapsed = start.elapsed_time(end) / 1000
-    else:
-        elapsed = time.perf_counter() - began
     metrics.write("result", run_date=args.run_date, processes=world.world_size, elapsed_seconds=elapsed, **report)
     metrics.say(f"elapsed    {elapsed:.2f} s by {'XPU events' if on_xpu else 'the clock of the CPU'}")
     if args.save_model:

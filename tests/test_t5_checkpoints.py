@@ -1,13 +1,19 @@
 """Resume is exact, also with dropout and in the middle of an epoch; exported models are what was trained."""
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import torch
 
 import pytest
-from conftest import make_model, reports, run, run_many, succeed
+from conftest import ROOT, make_model, reports, run, run_many, succeed
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
@@ -82,6 +88,29 @@ def test_checkpoints_move_to_another_number_of_processes(resumed, tmp_path, drop
     before, after = reports(tmp_path / "moved", "epoch")[-2:]
     assert after["step"] == before["step"] == STEPS  # nothing was trained, the loaded model was only evaluated
     assert after["validation_loss"] == pytest.approx(before["validation_loss"], abs=1e-5)
+
+
+def test_torchrun_restarts_after_a_killed_process_and_loses_nothing(resumed, tmp_path, dropout_model, articles_csv):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1"]
+    command += [str(ROOT / "t5_fsdp.py"), "--model", str(dropout_model), "--dataset", str(articles_csv)]
+    command += ["--num-train-samples", "0", "--batch-size", "8", "--test-batch-size", "8", "--log-every", "1"]
+    command += ["--num-rouge-samples", "0", "--precision", "fp32", "--max-steps", str(STEPS), "--no-save-model"]
+    command += ["--sharding-strategy", "SHARD_GRAD_OP", "--checkpoint-every", "5", "--output-dir", str(tmp_path)]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "checkpoints" / "step-5").exists():
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.02)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        assert running.wait(timeout=120) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+    by_step = {report["step"]: report["train_loss"] for report in reports(tmp_path, "step")}
+    assert [by_step[step + 1] for step in range(STEPS)] == losses(resumed / "whole2")
+    assert len(reports(tmp_path, "settings")) == 2  # it did start twice
 
 
 def test_half_written_checkpoints_are_never_resumed(resumed, tmp_path, dropout_model, articles_csv):
