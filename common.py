@@ -12,6 +12,7 @@ import gc
 import hashlib
 import inspect
 import json
+import logging
 import os
 import random
 import re
@@ -125,10 +126,14 @@ def launch(
     if num_processes is None or "RANK" in os.environ:
         run_process(main, args, backend)
         return
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that it ends the others is expected
     with tempfile.TemporaryDirectory() as folder:
+        # They find each other through a file: no port to choose that another program could take first.
+        arguments = (num_processes, Path(folder) / "store", main, args, backend)
+        processes = spawn(start_process, arguments, num_processes, join=False)
         try:
-            # They find each other through a file: no port to choose that another program could take first.
-            spawn(start_process, (num_processes, Path(folder) / "store", main, args, backend), num_processes)
+            while not processes.join():
+                pass
         except ProcessExitedException as error:
             if error.signal_name:
                 sys.exit(f"{Path(sys.argv[0]).name}: process {error.error_index} was ended by {error.signal_name}")
@@ -136,6 +141,8 @@ def launch(
         except ProcessRaisedException as error:
             sys.exit(str(error))  # its traceback
         except KeyboardInterrupt:
+            for process in processes.processes:
+                process.terminate()
             sys.exit(130)
 
 
@@ -726,13 +733,13 @@ class Metrics:
             if text:
                 self.say(f"{name.replace('_', ' '):<10} {text}")
 
-    def report(self, kind: str, **fields: Any) -> None:
-        """Print `kind` and the fields, named and with the units in their names as in `metrics.jsonl`."""
+    def report(self, kind: str, file_only: dict[str, Any] | None = None, **fields: Any) -> None:
+        """Print the fields, named as in `metrics.jsonl`, where `file_only` goes too; units are in the names."""
         if not self.speaks:
             return
         shown = "  ".join(f"{name} {format_value(value):>6}" for name, value in fields.items())
         print(shown, flush=True)
-        self.write(kind, **fields)
+        self.write(kind, **(file_only or {}), **fields)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append to `metrics.jsonl` without printing."""

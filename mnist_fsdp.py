@@ -22,6 +22,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import textwrap
 import time
 import warnings
@@ -69,14 +70,20 @@ def parse_args() -> argparse.Namespace:
         if default is None:
             default = argparse.SUPPRESS
             own, original = DEFAULTS[name[2:].replace("-", "_")]
-            text += f" (default: {'few' if own is None else own} for the built-in data, else {original})"
+            text += f" (default: {'see NETWORKS' if own is None else own} for the built-in data, else {original})"
         parser.add_argument(name, help=text, default=default, **options)
 
-    add("--model", "which networks to train", "both", choices=(*NETWORKS, "both"))
+    add("--model", "which network to train; both: all of NETWORKS", "both", choices=(*NETWORKS, "both"))
     mode = "fsdp" if under_torchrun else "both"
-    add("--mode", "local: one process without FSDP; torchrun: fsdp only", mode, choices=("local", "fsdp", "both"))
+    text = "local: one process without FSDP; fsdp: sharded; both: one after the other; under torchrun only fsdp"
+    add("--mode", text, mode, choices=("local", "fsdp", "both"))
     add("--num-processes", "for FSDP without torchrun, 0 for one per GPU or 2 on a CPU", 0, type=count)
-    add("--dataset", "builtin; mnist: read or downloaded", "builtin", choices=("builtin", "mnist"))
+    add(
+        "--dataset",
+        "builtin: drawn digits; mnist: from --data-dir, downloaded if missing",
+        "builtin",
+        choices=("builtin", "mnist"),
+    )
     add("--data-dir", "where MNIST is, or is downloaded to", Path("data"), type=Path)
     add("--num-train-samples", "images to train on, 0 for all", None, type=count)
 
@@ -102,6 +109,8 @@ def parse_args() -> argparse.Namespace:
         parser.error("--num-processes is for a start with python; under torchrun --nproc_per_node sets it")
     if under_torchrun and args.mode != "fsdp":
         parser.error(f"--mode {args.mode} trains in one process of its own; start it with python, not with torchrun")
+    if args.mode == "local" and args.num_processes > 1:
+        parser.error("--num-processes is for FSDP: --mode local trains in one process")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if args.device == "xpu" or (args.device == "auto" and accelerator and accelerator.type == "xpu"):
         parser.error("Intel GPUs need a few changes, which mnist_fsdp_xpu.py has; start that, or add --device cpu")
@@ -283,7 +292,7 @@ def make_loader(dataset: Dataset, batch_size: int, train: bool, args: argparse.N
     if train and len(sampler) < batch_size:
         raise common.UserError(
             f"{len(dataset):,} training images are too few for a batch of {batch_size} in each of {world.world_size} "
-            "processes; lower --batch-size"
+            "processes; lower --batch-size or raise --num-train-samples"
         )
     return DataLoader(
         dataset,
@@ -315,7 +324,7 @@ def shard_with_fsdp2(model: nn.Module, mesh: DeviceMesh, min_num_params: int) ->
             return 0
         return left
 
-    for child in model.children():
+    for child in model.children():  # not from the model itself: the root is a unit whatever is left for it
         shard_units(child)
     return fully_shard(model, mesh=mesh)
 
@@ -393,22 +402,31 @@ def train_network(args, world, metrics, network, epochs, train_loader, test_load
         metrics.say(str(model))
 
     # ---- Epochs
+    all_seconds = []
     samples = len(train_loader) * args.batch_size * world.world_size
     for epoch in range(1, epochs + 1):
         common.reset_peak_memory(world.device)
         train_loss, seconds = train_one_epoch(world, model, train_loader, optimizer, epoch)
         memory = {"peak_memory_gb": common.format_gb(common.peak_memory_bytes(world.device))}
-        state = common.state_bytes(model, optimizer)  # before the test, which leaves the root unit gathered in FSDP2
-        memory |= {"parameters": state["parameter_bytes"] // 4, "state_bytes": sum(state.values())}
+        # Before the test: after a forward pass FSDP2 keeps the root unit gathered, as backward would begin with it.
+        state = common.state_bytes(model, optimizer)
+        memory |= {
+            "parameters": state["parameter_bytes"] // 4,
+            "state_bytes": sum(state.values()),
+        }  # fp32: 4 bytes each
         test_loss, correct = evaluate(world, model, test_loader)
         tested = {"test_loss": test_loss, "test_correct": correct, "test_accuracy": correct / len(test_loader.dataset)}
         speed = {"seconds": seconds, "samples_per_second": samples / seconds}
-        report = {"epoch": epoch, "train_loss": train_loss, **tested, **speed, **memory}
-        metrics.report("epoch", network=network, mode=args.mode, **report)
+        all_seconds.append(seconds)
+        whose = {"run_date": args.run_date, "network": network, "mode": args.mode, "processes": world.world_size}
+        metrics.report("epoch", whose | memory, epoch=epoch, train_loss=train_loss, **tested, **speed)
 
     # ---- Result
-    whose = {"run_date": args.run_date, "network": network, "mode": args.mode, "processes": world.world_size}
-    metrics.write("result", **whose, **report)
+    seconds = statistics.median(all_seconds)
+    speed = {"seconds_per_epoch": seconds, "samples_per_second": samples / seconds}
+    metrics.write(
+        "result", **whose, steps_per_epoch=len(train_loader), train_loss=train_loss, **tested, **speed, **memory
+    )
     if args.save_model:
         path = args.output_dir / f"mnist-{network}-{args.mode}-{args.run_date}.safetensors"
         common.save_weights(world, model, path)
@@ -426,11 +444,15 @@ def main(args: argparse.Namespace, world: World) -> None:
         _, epochs, count = NETWORKS[network]
         epochs = epochs if args.epochs is None else args.epochs
         plan[network] = epochs, count if args.num_train_samples is None else args.num_train_samples
-    count = max(count for _, count in plan.values())
+    count = max(count for _, count in plan.values())  # deep's images are the first of shallow's
     train_set, test_set = common.first_process_first(world, lambda: load_digits(args, count))
     test_loader = make_loader(test_set, args.test_batch_size, False, args, world)
     fsdp = f"version {args.fsdp_version}, FULL_SHARD, a unit for every {args.min_num_params:,} parameters or more"
-    builtin = "drawn digits, fewer images and epochs, half the batch; the notebook's: --dataset mnist"
+    reduced = [
+        f"--{name.replace('_', '-')} {'few' if getattr(args, name) is None else getattr(args, name)} ({original})"
+        for name, (_, original) in DEFAULTS.items()
+        if getattr(args, name) != original
+    ]
     metrics.start_block(
         script=f"mnist_fsdp.py --mode {args.mode}, {args.run_date}, torch {torch.__version__}",
         device=f"{world.device.type} ({world.backend}), processes: {world.world_size}, "
@@ -438,21 +460,28 @@ def main(args: argparse.Namespace, world: World) -> None:
         fsdp=fsdp if args.mode == "fsdp" else "none, one process holds the whole network",
         data=f"{args.dataset}, {len(test_set):,} images to test",
         training=f"batch {args.batch_size} per process, Adam with lr {args.lr}, fp32",
-        reduced=builtin if args.dataset == "builtin" else None,
+        reduced=reduced and f"{', '.join(reduced)}; in brackets the notebook's",
     )
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     metrics.write("settings", **settings, world_size=world.world_size)
-    for network, (epochs, count) in plan.items():
-        part = Subset(train_set, range(min(count or len(train_set), len(train_set))))
-        train_loader = make_loader(part, args.batch_size, True, args, world)
-        metrics.say(f"{network:<10} {epochs} epochs of {len(part):,} images, {len(train_loader):,} steps each")
+    parts = {
+        name: Subset(train_set, range(min(count or len(train_set), len(train_set))))
+        for name, (_, count) in plan.items()
+    }
+    for part in parts.values():  # too few images for the sharded half: say so before the local half, not after it
+        make_loader(part, args.batch_size, True, args, world._replace(rank=0, world_size=args.fsdp_processes))
+    for network, (epochs, _) in plan.items():
+        train_loader = make_loader(parts[network], args.batch_size, True, args, world)
+        metrics.say(
+            f"{network:<10} epochs: {epochs}, images: {len(parts[network]):,}, steps per epoch: {len(train_loader):,}"
+        )
         train_network(args, world, metrics, network, epochs, train_loader, test_loader)
     metrics.say("")
 
 
 def compare(results: list[dict], on_cpu: bool) -> None:
     """Print one table and, for a network that was trained both ways, what its numbers say."""
-    fields = [name for name in results[0] if name not in ("report", "run_date", "epoch", "test_correct")]
+    fields = [name for name in results[0] if name not in ("report", "run_date", "steps_per_epoch", "test_correct")]
     rows = [[field.replace("_", " ") for field in fields]]
     rows += [[common.format_value(result[field]) for field in fields] for result in results]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -460,8 +489,8 @@ def compare(results: list[dict], on_cpu: bool) -> None:
     for row in rows:
         print("| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |")
     print(
-        "Losses, time and memory are the last epoch's, without the test. Parameters, memory and state (parameters,\n"
-        "gradients and Adam's moments) are what one process holds."
+        "Of the last epoch, time the median epoch's, all without the test. Parameters, memory and state (parameters,\n"
+        "gradients and Adam's moments) are what one process holds; GB are 2**30 bytes."
     )
     for network in NETWORKS:
         modes = {row["mode"]: row for row in results if row["network"] == network}
@@ -476,27 +505,32 @@ def compare(results: list[dict], on_cpu: bool) -> None:
         elif on_cpu and speed < 1:
             why = "the processes share the cores that local training had alone, and communication comes on top"
         elif on_cpu:
-            why = f"no cores were added, but a step takes {count} batches, so the optimizer has fewer steps to make"
+            why = (
+                f"no cores were added; the optimizer makes 1/{count} of the steps, the rest is the noise of a short run"
+            )
         elif speed < 1:
             why = f"{count} devices compute, but a step is too short to hide the communication between them"
         else:
             why = f"{count} devices compute, and communication keeps it from being {count} times"
         weights = [parameter.numel() for parameter in NETWORKS[network][0]().parameters()]
-        memory = (
-            f"each process holds {state} of the state and peaks at {peak} of the memory of local training: activations "
-        )
-        memory += f"are not sharded, and the largest layer, {max(weights) / sum(weights):.0%} of the network, is whole "
-        memory += "in every process while it computes"
-        speedup = f"FSDP trains {speed:.2f} times as many samples per second: {why}"
+        sentences = {
+            "memory": f"each process holds {state} of the state and peaks at {peak} of the memory of local training: "
+            f"activations are not sharded, and the largest layer, {max(weights) / sum(weights):.0%} of the network, is "
+            "whole in every process while it computes",
+            "time": f"FSDP trains {speed:.2f} times as many samples per second: {why}",
+            "loss": f"FSDP's step takes a batch of every process, so an epoch has {fsdp['steps_per_epoch']:,} steps and not "
+            f"{local['steps_per_epoch']:,}: --batch-size divided by {count} gives it the steps of local training",
+        }
         print()
-        for sentence in (f"{network}, memory: {memory}.", f"{network}, time: {speedup}."):
-            print(textwrap.fill(sentence, 118))
+        for subject, sentence in sentences.items():
+            print(textwrap.fill(f"{network}, {subject}: {sentence}.", 118))
 
 
 if __name__ == "__main__":
     args = parse_args()
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     processes = {"local": 1, "fsdp": args.num_processes or (2 if on_cpu else torch.cuda.device_count())}
+    args.fsdp_processes = 1 if args.mode == "local" else int(os.environ.get("WORLD_SIZE", processes["fsdp"]))
     for mode in ("local", "fsdp") if args.mode == "both" else (args.mode,):
         args.mode = mode
         common.launch(main, args, processes[mode])  # new processes for each half: each has its own peak of memory

@@ -1,7 +1,8 @@
 """What do I change to run it on Intel GPUs?
 
 The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine with FSDP2 (`fully_shard`) or FSDP1
-(`FullyShardedDataParallel`). Read it beside the other script: `diff mnist_fsdp.py mnist_fsdp_xpu.py` is the answer.
+(`FullyShardedDataParallel`). Read it beside the other script: in `diff mnist_fsdp.py mnist_fsdp_xpu.py` the lines with
+"XPU:" are the answer; the other differences are what the document trains: one network, Adadelta, nothing to compare.
 
     python mnist_fsdp_xpu.py                                    # one process per Intel GPU
     python mnist_fsdp_xpu.py --device cpu --num-processes 2     # a rehearsal without one: the same but for the device
@@ -44,7 +45,7 @@ from tqdm import tqdm
 import common
 from common import World
 
-# What Intel GPUs change first: who provides the device "xpu" and its collectives. PyTorch's XPU build does since 2.8;
+# XPU: who provides the device "xpu" and its collectives. PyTorch's XPU build does since 2.8;
 # before that two packages of Intel did: they are imported after torch and in this order, and never named again.
 if dist.is_xccl_available():
     STACK, BACKEND = "PyTorch's own", "xccl"
@@ -84,7 +85,12 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(name, help=text, default=default, **options)
 
     add("--num-processes", "without torchrun, 0 for one per GPU or 2 on a CPU", 0, type=count)
-    add("--dataset", "builtin; mnist: read or downloaded", "builtin", choices=("builtin", "mnist"))
+    add(
+        "--dataset",
+        "builtin: drawn digits; mnist: from --data-dir, downloaded if missing",
+        "builtin",
+        choices=("builtin", "mnist"),
+    )
     add("--data-dir", "where MNIST is, or is downloaded to", Path("data"), type=Path)
     add("--num-train-samples", "images to train on, 0 for all", None, type=count)
 
@@ -109,6 +115,7 @@ def parse_args() -> argparse.Namespace:
         vars(args).setdefault(name, own if args.dataset == "builtin" else original)
     if under_torchrun and args.num_processes:
         parser.error("--num-processes is for a start with python; under torchrun --nproc_per_node sets it")
+    # XPU: no silent fallback to the CPU.
     if args.device == "xpu" and not (BACKEND and torch.xpu.is_available()):
         parser.error(
             f"torch {torch.__version__} finds no Intel GPU; install Intel's GPU driver and PyTorch's XPU build (pip "
@@ -256,7 +263,7 @@ def make_loader(dataset: Dataset, batch_size: int, train: bool, args: argparse.N
     if train and len(sampler) < batch_size:
         raise common.UserError(
             f"{len(dataset):,} training images are too few for a batch of {batch_size} in each of {world.world_size} "
-            "processes; lower --batch-size"
+            "processes; lower --batch-size or raise --num-train-samples"
         )
     return DataLoader(
         dataset,
@@ -288,10 +295,12 @@ def shard_with_fsdp2(model: nn.Module, mesh: DeviceMesh, min_num_params: int) ->
             return 0
         return left
 
-    for child in model.children():
+    for child in model.children():  # not from the model itself: the root is a unit whatever is left for it
         shard_units(child)
     fully_shard(model, mesh=mesh)
-    for module in model.modules():  # Intel's oneCCL has no averaging reduction, which FSDP2 uses unless told otherwise
+    for (
+        module
+    ) in model.modules():  # XPU: Intel's oneCCL has no averaging reduction, which FSDP2 uses unless told not to
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
     return model
@@ -370,7 +379,7 @@ def train_network(args, world, metrics, train_loader, test_loader) -> None:
     # ---- Epochs
     on_xpu = world.device.type == "xpu"
     began = time.perf_counter()
-    if on_xpu:
+    if on_xpu:  # XPU: time from the device's own clock
         start, end = (torch.xpu.Event(enable_timing=True) for _ in range(2))
         start.record()
     samples = len(train_loader) * args.batch_size * world.world_size
@@ -378,8 +387,12 @@ def train_network(args, world, metrics, train_loader, test_loader) -> None:
         common.reset_peak_memory(world.device)
         train_loss, seconds = train_one_epoch(world, model, train_loader, optimizer, epoch)
         memory = {"peak_memory_gb": common.format_gb(common.peak_memory_bytes(world.device))}
-        state = common.state_bytes(model, optimizer)  # before the test, which leaves the root unit gathered in FSDP2
-        memory |= {"parameters": state["parameter_bytes"] // 4, "state_bytes": sum(state.values())}
+        # Before the test: after a forward pass FSDP2 keeps the root unit gathered, as backward would begin with it.
+        state = common.state_bytes(model, optimizer)
+        memory |= {
+            "parameters": state["parameter_bytes"] // 4,
+            "state_bytes": sum(state.values()),
+        }  # fp32: 4 bytes each
         test_loss, correct = evaluate(world, model, test_loader)
         tested = {"test_loss": test_loss, "test_correct": correct, "test_accuracy": correct / len(test_loader.dataset)}
         speed = {"seconds": seconds, "samples_per_second": samples / seconds}
@@ -410,7 +423,11 @@ def main(args: argparse.Namespace, world: World) -> None:
     train_set, test_set = common.first_process_first(world, lambda: load_digits(args, args.num_train_samples))
     test_loader = make_loader(test_set, args.test_batch_size, False, args, world)
     fsdp = f"version {args.fsdp_version}, FULL_SHARD, a unit for every {args.min_num_params:,} parameters or more"
-    builtin = "drawn digits, fewer images and epochs; the document's: --dataset mnist"
+    reduced = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} ({original})"
+        for name, (_, original) in DEFAULTS.items()
+        if getattr(args, name) != original
+    ]
     train_loader = make_loader(train_set, args.batch_size, True, args, world)
     metrics.start_block(
         script=f"mnist_fsdp_xpu.py, {args.run_date}, torch {torch.__version__}",
@@ -421,7 +438,7 @@ def main(args: argparse.Namespace, world: World) -> None:
         data=f"{args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test",
         training=f"{args.epochs} epochs, batch {args.batch_size} per process, Adadelta with lr {args.lr}, gamma "
         f"{args.gamma}, fp32",
-        reduced=builtin if args.dataset == "builtin" else None,
+        reduced=reduced and f"{', '.join(reduced)}; in brackets the document's",
     )
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     metrics.write("settings", **settings, world_size=world.world_size)
@@ -431,6 +448,6 @@ def main(args: argparse.Namespace, world: World) -> None:
 
 if __name__ == "__main__":
     args = parse_args()
-    rehearsal = args.device == "cpu"
+    rehearsal = args.device == "cpu"  # XPU: else one process per GPU, and the backend of its stack
     processes = args.num_processes or (2 if rehearsal else torch.xpu.device_count())
     common.launch(main, args, processes, None if rehearsal else BACKEND)

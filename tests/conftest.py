@@ -27,7 +27,8 @@ import mnist_fsdp
 
 def run(script, *arguments, processes=None, timeout=300, **environment):
     """Run a script, under torchrun when `processes` is given. Returns the finished process, output as text."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    # --standalone takes a free port, where the default is one port for all.
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     start = torchrun if processes else [sys.executable]
     return subprocess.run(
         [*start, str(ROOT / script), *map(str, arguments)],

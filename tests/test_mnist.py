@@ -32,7 +32,7 @@ def test_default_run_of_the_shallow_network_learns_the_digits(tmp_path):
     text = " ".join(finished.stdout.split())
     assert f"each process holds 50% of the state and peaks at {peak:.0%} of the memory" in text
     assert f"FSDP trains {speed:.2f} times as many samples per second: " in text
-    why = "communication comes on top" if speed < 1 else "fewer steps to make"
+    why = "communication comes on top" if speed < 1 else "the rest is the noise of a short run"
     assert why in text
     model = mnist_fsdp.ShallowNet()
     [path] = tmp_path.glob("mnist-shallow-local-*.safetensors")
@@ -225,11 +225,12 @@ def test_bad_input_is_one_sentence(tmp_path):
         (("--batch-size", 0), None, "must be a whole number of at least 1, not '0'"),
         (("--mode", "both", "--num-processes", 0), 2, "--mode both trains in one process of its own; start it with"),
         (("--num-processes", 2), 2, "under torchrun --nproc_per_node sets it"),
-        (("--batch-size", 9999, *output), None, "6,400 training images are too few for a batch of 9999 in each of 1"),
+        (("--batch-size", 9999, *output), None, "6,400 training images are too few for a batch of 9999 in each of 2"),
         ((*mnist, tmp_path / "broken", *output), 2, "test files in .* are broken"),
         ((*mnist, tmp_path / "absent", *output), None, "could not be downloaded .* or use --dataset builtin"),
         (("--output-dir", tmp_path / "file"), None, "cannot be written"),
         (("--device", "xpu"), None, "mnist_fsdp_xpu.py has"),
+        (("--mode", "local", "--num-processes", 2), None, "--mode local trains in one process"),
     ]
     if not torch.cuda.is_available():
         cases.append((("--device", "cuda", "--num-processes", 1), None, "finds no such device; use --device cpu"))
