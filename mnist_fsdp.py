@@ -122,6 +122,9 @@ def parse_args() -> argparse.Namespace:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if args.device == "xpu" or (args.device == "auto" and accelerator and accelerator.type == "xpu"):
         parser.error("Intel GPUs need a few changes, which mnist_fsdp_xpu.py has; start that, or add --device cpu")
+    default = torch.cuda.device_count() if torch.cuda.is_available() and args.device != "cpu" else 2
+    started = int(os.environ.get("WORLD_SIZE", 0))  # by torchrun
+    args.fsdp_processes = 1 if args.mode == "local" else started or args.num_processes or default
     args.run_date = common.date_of_run()
     return args
 
@@ -426,7 +429,8 @@ def train_network(args, world, metrics, network, epochs, train_loader, test_load
         tested = {"test_loss": test_loss, "test_correct": correct, "test_accuracy": correct / len(test_loader.dataset)}
         speed = {"seconds": seconds, "samples_per_second": samples / seconds}
         all_seconds.append(seconds)
-        whose = {"run_date": args.run_date, "network": network, "mode": args.mode, "processes": world.world_size}
+        whose = {"run_date": args.run_date, "device": world.device.type}
+        whose |= {"network": network, "mode": args.mode, "processes": world.world_size}
         metrics.report("epoch", whose | memory, epoch=epoch, train_loss=train_loss, **tested, **speed)
 
     # ---- Result
@@ -487,9 +491,12 @@ def main(args: argparse.Namespace, world: World) -> None:
     metrics.say("")
 
 
-def compare(results: list[dict], on_cpu: bool) -> None:
+HIDDEN = ("report", "run_date", "device", "steps_per_epoch", "test_correct")  # fields of a result not in the table
+
+
+def compare(results: list[dict]) -> None:
     """Print one table and, for a network that was trained both ways, what its numbers say."""
-    fields = [name for name in results[0] if name not in ("report", "run_date", "steps_per_epoch", "test_correct")]
+    fields = [name for name in results[0] if name not in HIDDEN]
     rows = [[field.replace("_", " ") for field in fields]]
     rows += [[common.format_value(result[field]) for field in fields] for result in results]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -505,7 +512,7 @@ def compare(results: list[dict], on_cpu: bool) -> None:
         if len(modes) < 2:
             continue
         local, fsdp = modes["local"], modes["fsdp"]
-        count = fsdp["processes"]
+        count, on_cpu = fsdp["processes"], fsdp["device"] == "cpu"
         state, peak = (f"{fsdp[name] / local[name]:.0%}" for name in ("state_bytes", "peak_memory_gb"))
         speed = fsdp["samples_per_second"] / local["samples_per_second"]
         if count == 1:
@@ -537,14 +544,12 @@ def compare(results: list[dict], on_cpu: bool) -> None:
 
 if __name__ == "__main__":
     args = parse_args()
-    on_cpu = args.device == "cpu" or not torch.cuda.is_available()
-    processes = {"local": 1, "fsdp": args.num_processes or (2 if on_cpu else torch.cuda.device_count())}
-    args.fsdp_processes = 1 if args.mode == "local" else int(os.environ.get("WORLD_SIZE", processes["fsdp"]))
     for mode in ("local", "fsdp") if args.mode == "both" else (args.mode,):
         args.mode = mode
-        common.launch(main, args, processes[mode])  # new processes for each half: each has its own peak of memory
+        # New processes for each half: each has its own peak of memory.
+        common.launch(main, args, 1 if mode == "local" else args.fsdp_processes)
     if os.environ.get("RANK", "0") == "0":
         path = args.output_dir / "metrics.jsonl"
         reports = map(json.loads, path.read_text().splitlines())
-        compare([r for r in reports if r["report"] == "result" and r["run_date"] == args.run_date], on_cpu)
+        compare([r for r in reports if r["report"] == "result" and r["run_date"] == args.run_date])
         print(f"\nmetrics    {path}")
