@@ -298,9 +298,8 @@ def shard_with_fsdp2(model: nn.Module, mesh: DeviceMesh, min_num_params: int) ->
     for child in model.children():  # not from the model itself: the root is a unit whatever is left for it
         shard_units(child)
     fully_shard(model, mesh=mesh)
-    for (
-        module
-    ) in model.modules():  # XPU: Intel's oneCCL has no averaging reduction, which FSDP2 uses unless told not to
+    # XPU: Intel's oneCCL has no averaging reduction, which FSDP2 uses unless told not to.
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
     return model
