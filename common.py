@@ -65,8 +65,31 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
 
+    def add(self, name: str, text: str, default: Any, **options: Any) -> None:
+        """Add a flag. A pair as its default is what a built-in run uses and what the original uses: see `settle`."""
+        if isinstance(default, tuple):
+            text += f" (default: {default[0]} for a built-in run, else {default[1]})"
+            default = argparse.SUPPRESS
+        self.add_argument(name, help=text, default=default, **options)
+
     def error(self, message: str) -> NoReturn:
         exit_with_error(f"{message} (--help lists every flag)")
+
+
+def settle(args: argparse.Namespace, defaults: dict[str, tuple], builtin: bool) -> None:
+    """Give the flags that were not set their default of the pair: the first of a built-in run, else the second."""
+    for name, pair in defaults.items():
+        vars(args).setdefault(name, pair[0 if builtin else 1])
+
+
+def departures(args: argparse.Namespace, defaults: dict[str, tuple], original: str) -> str | None:
+    """The flags that differ from the original's settings, with both values; None if none does."""
+    changed = [
+        f"--{name.replace('_', '-')} {getattr(args, name)} ({theirs})"
+        for name, (_, theirs) in defaults.items()
+        if getattr(args, name) != theirs
+    ]
+    return f"{', '.join(changed)}; in brackets {original}" if changed else None
 
 
 def positive_int(text: str) -> int:
@@ -727,11 +750,13 @@ class Metrics:
         if self.speaks:
             print(*text, flush=True)
 
-    def start_block(self, **lines: str | None) -> None:
-        """Print what runs, a line each; empty ones are left out."""
+    def start_block(self, args: argparse.Namespace, world: World, **lines: str | None) -> None:
+        """Print what runs, a line each, without the empty ones; write every setting to `metrics.jsonl`."""
         for name, text in lines.items():
             if text:
                 self.say(f"{name.replace('_', ' '):<10} {text}")
+        settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        self.write("settings", **settings, world_size=world.world_size)
 
     def report(self, kind: str, file_only: dict[str, Any] | None = None, **fields: Any) -> None:
         """Print the fields, named as in `metrics.jsonl`, where `file_only` goes too; units are in the names."""
@@ -753,16 +778,11 @@ class Metrics:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def prepare_output_dir(
-    world: World, output_dir: Path, resume: bool = False, must_match: dict[str, Any] | None = None
-) -> Path | None:
-    """Create the folder; return the newest whole checkpoint to resume from, or None for a fresh start.
-
-    Args:
-        must_match: settings that a checkpoint must share with this run, or its weights or data are another run's.
+def prepare_output_dir(world: World, output_dir: Path) -> None:
+    """Create the folder, on the first process of every node.
 
     Raises:
-        UserError: the folder cannot be written, a fresh run would mix with old checkpoints, or they do not match.
+        UserError: it cannot be written.
     """
     if world.local_rank == 0:
         try:
@@ -774,6 +794,17 @@ def prepare_output_dir(
             raise UserError(
                 f"--output-dir {output_dir} cannot be written ({error.strerror}); choose another"
             ) from error
+
+
+def find_checkpoint(output_dir: Path, resume: bool, must_match: dict[str, Any]) -> Path | None:
+    """The newest whole checkpoint to resume from, or None for a fresh start.
+
+    Args:
+        must_match: settings that a checkpoint must share with this run, or its weights or data are another run's.
+
+    Raises:
+        UserError: a fresh run would mix with old checkpoints, or they do not match.
+    """
     steps = [int(path.name[5:]) for path in (output_dir / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
     if not steps:
         return None
@@ -784,7 +815,7 @@ def prepare_output_dir(
             "choose another --output-dir"
         )
     saved = json.loads((newest / "progress.json").read_text())["must_match"]
-    for name, value in (must_match or {}).items():
+    for name, value in must_match.items():
         if saved.get(name) != value:
             raise UserError(
                 f"{newest} was made with --{name.replace('_', '-')} {saved.get(name)} and not {value}; "

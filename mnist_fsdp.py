@@ -55,8 +55,8 @@ from common import World
 
 # What the bare command changes so that it ends after two minutes on two cores: (its own value, the notebook's).
 DEFAULTS = {
-    "epochs": (None, 10),  # None: each network has its own, in NETWORKS
-    "num_train_samples": (None, 0),
+    "epochs": ("few", 10),  # few: each network has its own, in NETWORKS
+    "num_train_samples": ("few", 0),
     "batch_size": (128, 256),
     "num_workers": (0, 2),  # the images are in memory already, and workers would take cores from the network
 }
@@ -71,15 +71,8 @@ NORMALIZE = transforms.Normalize((0.1307,), (0.3081,))
 def parse_args() -> argparse.Namespace:
     parser = common.ArgumentParser(description="Compare local training with FSDP on digits.")
     count, size, number = common.non_negative_int, common.positive_int, common.positive_float
-    flag = argparse.BooleanOptionalAction
+    flag, add = argparse.BooleanOptionalAction, parser.add
     under_torchrun = "RANK" in os.environ
-
-    def add(name, text, default, **options):
-        if default is None:
-            default = argparse.SUPPRESS
-            own, original = DEFAULTS[name[2:].replace("-", "_")]
-            text += f" (default: {'see NETWORKS' if own is None else own} for the built-in data, else {original})"
-        parser.add_argument(name, help=text, default=default, **options)
 
     add("--model", "which network to train; both: all of NETWORKS", "both", choices=(*NETWORKS, "both"))
     mode = "fsdp" if under_torchrun else "both"
@@ -93,10 +86,10 @@ def parse_args() -> argparse.Namespace:
         choices=("builtin", "mnist"),
     )
     add("--data-dir", "where MNIST is, or is downloaded to", Path("data"), type=Path)
-    add("--num-train-samples", "images to train on, 0 for all", None, type=count)
+    add("--num-train-samples", "images to train on, 0 for all", DEFAULTS["num_train_samples"], type=count)
 
-    add("--epochs", "passes over the training images", None, type=size)
-    add("--batch-size", "images per process and step", None, type=size)
+    add("--epochs", "passes over the training images", DEFAULTS["epochs"], type=size)
+    add("--batch-size", "images per process and step", DEFAULTS["batch_size"], type=size)
     add("--test-batch-size", "images per process and step in the test", 1000, type=size)
     add("--lr", "learning rate of Adam", 0.001, type=number)
     add("--seed", "of weights, data order and dropout", 1, type=count)
@@ -105,14 +98,13 @@ def parse_args() -> argparse.Namespace:
     add("--min-num-params", "a module with this many parameters becomes a unit", 20_000, type=size)
     add("--print-model", "print the wrapped model once", False, action=flag)
     add("--device", "where to train", "auto", choices=("auto", "cpu", "cuda", "xpu", "mps"))
-    add("--num-workers", "processes that load data, per training process", None, type=count)
+    add("--num-workers", "processes that load data, per training process", DEFAULTS["num_workers"], type=count)
 
     add("--save-model", "save the trained networks as safetensors files", False, action=flag)
     add("--output-dir", "for metrics and models", Path("output/mnist_fsdp"), type=Path)
 
     args = parser.parse_args()
-    for name, (own, original) in DEFAULTS.items():
-        vars(args).setdefault(name, own if args.dataset == "builtin" else original)
+    common.settle(args, DEFAULTS, args.dataset == "builtin")
     if under_torchrun and args.num_processes:
         parser.error("--num-processes is for a start with python; under torchrun --nproc_per_node sets it")
     if under_torchrun and args.mode != "fsdp":
@@ -288,7 +280,7 @@ def load_digits(args: argparse.Namespace, count: int) -> tuple[Dataset, Dataset]
     if args.dataset == "builtin":
         return draw_digits(count or 60_000, 2 * args.seed), draw_digits(10_000, 2 * args.seed + 1)
     train_set, test_set = load_mnist(args.data_dir)
-    return Subset(train_set, range(min(count or len(train_set), len(train_set)))), test_set
+    return Subset(train_set, range(len(train_set))[: count or None]), test_set
 
 
 def make_loader(dataset: Dataset, batch_size: int, train: bool, args: argparse.Namespace, world: World) -> DataLoader:
@@ -414,6 +406,8 @@ def train_network(args, world, metrics, network, epochs, train_loader, test_load
 
     # ---- Epochs
     all_seconds = []
+    whose = {"run_date": args.run_date, "device": world.device.type, "network": network, "mode": args.mode}
+    whose["processes"] = world.world_size
     samples = len(train_loader) * args.batch_size * world.world_size
     for epoch in range(1, epochs + 1):
         common.reset_peak_memory(world.device)
@@ -421,24 +415,19 @@ def train_network(args, world, metrics, network, epochs, train_loader, test_load
         memory = {"peak_memory_gb": common.format_gb(common.peak_memory_bytes(world.device))}
         # Before the test: after a forward pass FSDP2 keeps the root unit gathered, as backward would begin with it.
         state = common.state_bytes(model, optimizer)
-        memory |= {
-            "parameters": state["parameter_bytes"] // 4,
-            "state_bytes": sum(state.values()),
-        }  # fp32: 4 bytes each
+        memory["parameters"] = state["parameter_bytes"] // 4  # fp32
+        memory["state_bytes"] = sum(state.values())
         test_loss, correct = evaluate(world, model, test_loader)
         tested = {"test_loss": test_loss, "test_correct": correct, "test_accuracy": correct / len(test_loader.dataset)}
         speed = {"seconds": seconds, "samples_per_second": samples / seconds}
         all_seconds.append(seconds)
-        whose = {"run_date": args.run_date, "device": world.device.type}
-        whose |= {"network": network, "mode": args.mode, "processes": world.world_size}
         metrics.report("epoch", whose | memory, epoch=epoch, train_loss=train_loss, **tested, **speed)
 
     # ---- Result
     seconds = statistics.median(all_seconds)
     speed = {"seconds_per_epoch": seconds, "samples_per_second": samples / seconds}
-    metrics.write(
-        "result", **whose, steps_per_epoch=len(train_loader), train_loss=train_loss, **tested, **speed, **memory
-    )
+    losses = {"train_loss": train_loss, **tested}
+    metrics.write("result", **whose, steps_per_epoch=len(train_loader), **losses, **speed, **memory)
     if args.save_model:
         path = args.output_dir / f"mnist-{network}-{args.mode}-{args.run_date}.safetensors"
         common.save_weights(world, model, path)
@@ -454,32 +443,24 @@ def main(args: argparse.Namespace, world: World) -> None:
     plan = {}
     for network in NETWORKS if args.model == "both" else [args.model]:
         _, epochs, count = NETWORKS[network]
-        epochs = epochs if args.epochs is None else args.epochs
-        plan[network] = epochs, count if args.num_train_samples is None else args.num_train_samples
+        epochs = epochs if args.epochs == "few" else args.epochs
+        plan[network] = epochs, count if args.num_train_samples == "few" else args.num_train_samples
     count = max(count for _, count in plan.values())  # deep's images are the first of shallow's
     train_set, test_set = common.first_process_first(world, lambda: load_digits(args, count))
     test_loader = make_loader(test_set, args.test_batch_size, False, args, world)
     fsdp = f"version {args.fsdp_version}, FULL_SHARD, a unit for every {args.min_num_params:,} parameters or more"
-    reduced = [
-        f"--{name.replace('_', '-')} {'few' if getattr(args, name) is None else getattr(args, name)} ({original})"
-        for name, (_, original) in DEFAULTS.items()
-        if getattr(args, name) != original
-    ]
     metrics.start_block(
+        args,
+        world,
         script=f"mnist_fsdp.py --mode {args.mode}, {args.run_date}, torch {torch.__version__}",
         device=f"{world.device.type} ({world.backend}), processes: {world.world_size}, "
         f"threads in each: {torch.get_num_threads()}",
         fsdp=fsdp if args.mode == "fsdp" else "none, one process holds the whole network",
         data=f"{args.dataset}, {len(test_set):,} images to test",
         training=f"batch {args.batch_size} per process, Adam with lr {args.lr}, fp32",
-        reduced=reduced and f"{', '.join(reduced)}; in brackets the notebook's",
+        reduced=common.departures(args, DEFAULTS, "the notebook's"),
     )
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    metrics.write("settings", **settings, world_size=world.world_size)
-    parts = {
-        name: Subset(train_set, range(min(count or len(train_set), len(train_set))))
-        for name, (_, count) in plan.items()
-    }
+    parts = {name: Subset(train_set, range(len(train_set))[: count or None]) for name, (_, count) in plan.items()}
     for part in parts.values():  # too few images for the sharded half: say so before the local half, not after it
         make_loader(part, args.batch_size, True, args, world._replace(rank=0, world_size=args.fsdp_processes))
     for network, (epochs, _) in plan.items():
@@ -491,12 +472,10 @@ def main(args: argparse.Namespace, world: World) -> None:
     metrics.say("")
 
 
-HIDDEN = ("report", "run_date", "device", "steps_per_epoch", "test_correct")  # fields of a result not in the table
-
-
 def compare(results: list[dict]) -> None:
     """Print one table and, for a network that was trained both ways, what its numbers say."""
-    fields = [name for name in results[0] if name not in HIDDEN]
+    hidden = ("report", "run_date", "device", "steps_per_epoch", "test_correct")  # to keep the table on a screen
+    fields = [name for name in results[0] if name not in hidden]
     rows = [[field.replace("_", " ") for field in fields]]
     rows += [[common.format_value(result[field]) for field in fields] for result in results]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -520,9 +499,7 @@ def compare(results: list[dict]) -> None:
         elif on_cpu and speed < 1:
             why = "the processes share the cores that local training had alone, and communication comes on top"
         elif on_cpu:
-            why = (
-                f"no cores were added; the optimizer makes 1/{count} of the steps, the rest is the noise of a short run"
-            )
+            why = f"no cores were added; the optimizer makes 1/{count} of the steps, the rest is noise of a short run"
         elif speed < 1:
             why = f"{count} devices compute, but a step is too short to hide the communication between them"
         else:

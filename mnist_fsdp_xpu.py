@@ -74,15 +74,8 @@ NORMALIZE = transforms.Normalize((0.1307,), (0.3081,))
 def parse_args() -> argparse.Namespace:
     parser = common.ArgumentParser(description="Train on digits with FSDP on Intel GPUs.")
     count, size, number = common.non_negative_int, common.positive_int, common.positive_float
-    flag = argparse.BooleanOptionalAction
+    flag, add = argparse.BooleanOptionalAction, parser.add
     under_torchrun = "RANK" in os.environ
-
-    def add(name, text, default, **options):
-        if default is None:
-            default = argparse.SUPPRESS
-            own, original = DEFAULTS[name[2:].replace("-", "_")]
-            text += f" (default: {own} for the built-in data, else {original})"
-        parser.add_argument(name, help=text, default=default, **options)
 
     add("--num-processes", "without torchrun, 0 for one per GPU or 2 on a CPU", 0, type=count)
     add(
@@ -92,9 +85,9 @@ def parse_args() -> argparse.Namespace:
         choices=("builtin", "mnist"),
     )
     add("--data-dir", "where MNIST is, or is downloaded to", Path("data"), type=Path)
-    add("--num-train-samples", "images to train on, 0 for all", None, type=count)
+    add("--num-train-samples", "images to train on, 0 for all", DEFAULTS["num_train_samples"], type=count)
 
-    add("--epochs", "passes over the training images", None, type=size)
+    add("--epochs", "passes over the training images", DEFAULTS["epochs"], type=size)
     add("--batch-size", "images per process and step", 64, type=size)
     add("--test-batch-size", "images per process and step in the test", 1000, type=size)
     add("--lr", "learning rate of Adadelta", 1.0, type=number)
@@ -105,14 +98,13 @@ def parse_args() -> argparse.Namespace:
     add("--min-num-params", "a module with this many parameters becomes a unit", 100, type=size)
     add("--print-model", "print the wrapped model once", True, action=flag)
     add("--device", "cpu is a rehearsal", "xpu", choices=("xpu", "cpu"))
-    add("--num-workers", "processes that load data, per training process", None, type=count)
+    add("--num-workers", "processes that load data, per training process", DEFAULTS["num_workers"], type=count)
 
     add("--save-model", "save the trained network as a safetensors file", False, action=flag)
     add("--output-dir", "for metrics and models", Path("output/mnist_fsdp_xpu"), type=Path)
 
     args = parser.parse_args()
-    for name, (own, original) in DEFAULTS.items():
-        vars(args).setdefault(name, own if args.dataset == "builtin" else original)
+    common.settle(args, DEFAULTS, args.dataset == "builtin")
     if under_torchrun and args.num_processes:
         parser.error("--num-processes is for a start with python; under torchrun --nproc_per_node sets it")
     # XPU: no silent fallback to the CPU.
@@ -248,7 +240,7 @@ def load_digits(args: argparse.Namespace, count: int) -> tuple[Dataset, Dataset]
     if args.dataset == "builtin":
         return draw_digits(count or 60_000, 2 * args.seed), draw_digits(10_000, 2 * args.seed + 1)
     train_set, test_set = load_mnist(args.data_dir)
-    return Subset(train_set, range(min(count or len(train_set), len(train_set)))), test_set
+    return Subset(train_set, range(len(train_set))[: count or None]), test_set
 
 
 def make_loader(dataset: Dataset, batch_size: int, train: bool, args: argparse.Namespace, world: World) -> DataLoader:
@@ -388,10 +380,8 @@ def train_network(args, world, metrics, train_loader, test_loader) -> None:
         memory = {"peak_memory_gb": common.format_gb(common.peak_memory_bytes(world.device))}
         # Before the test: after a forward pass FSDP2 keeps the root unit gathered, as backward would begin with it.
         state = common.state_bytes(model, optimizer)
-        memory |= {
-            "parameters": state["parameter_bytes"] // 4,
-            "state_bytes": sum(state.values()),
-        }  # fp32: 4 bytes each
+        memory["parameters"] = state["parameter_bytes"] // 4  # fp32
+        memory["state_bytes"] = sum(state.values())
         test_loss, correct = evaluate(world, model, test_loader)
         tested = {"test_loss": test_loss, "test_correct": correct, "test_accuracy": correct / len(test_loader.dataset)}
         speed = {"seconds": seconds, "samples_per_second": samples / seconds}
@@ -421,26 +411,20 @@ def main(args: argparse.Namespace, world: World) -> None:
     metrics = common.Metrics(world, args.output_dir)
     train_set, test_set = common.first_process_first(world, lambda: load_digits(args, args.num_train_samples))
     test_loader = make_loader(test_set, args.test_batch_size, False, args, world)
-    fsdp = f"version {args.fsdp_version}, FULL_SHARD, a unit for every {args.min_num_params:,} parameters or more"
-    reduced = [
-        f"--{name.replace('_', '-')} {getattr(args, name)} ({original})"
-        for name, (_, original) in DEFAULTS.items()
-        if getattr(args, name) != original
-    ]
     train_loader = make_loader(train_set, args.batch_size, True, args, world)
     metrics.start_block(
+        args,
+        world,
         script=f"mnist_fsdp_xpu.py, {args.run_date}, torch {torch.__version__}",
         stack=STACK if args.device == "xpu" else "a rehearsal on the CPU; on Intel GPUs here: " + STACK,
         device=f"{world.device.type} ({world.backend}), processes: {world.world_size}, "
         f"threads in each: {torch.get_num_threads()}",
-        fsdp=fsdp,
+        fsdp=f"version {args.fsdp_version}, FULL_SHARD, a unit for every {args.min_num_params:,} parameters or more",
         data=f"{args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test",
         training=f"{args.epochs} epochs, batch {args.batch_size} per process, Adadelta with lr {args.lr}, gamma "
         f"{args.gamma}, fp32",
-        reduced=reduced and f"{', '.join(reduced)}; in brackets the document's",
+        reduced=common.departures(args, DEFAULTS, "the document's"),
     )
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    metrics.write("settings", **settings, world_size=world.world_size)
     train_network(args, world, metrics, train_loader, test_loader)
     metrics.say(f"metrics    {metrics.path}")
 

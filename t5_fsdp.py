@@ -129,32 +129,24 @@ MUST_MATCH = (
 def parse_args() -> argparse.Namespace:
     parser = common.ArgumentParser(description="Fine-tune T5 for summarization with FSDP.")
     count, size, number = common.non_negative_int, common.positive_int, common.positive_float
-    flag = argparse.BooleanOptionalAction
-
-    def add(name, text, default, **options):
-        if default is None:
-            default = argparse.SUPPRESS
-            own, tutorial = DEFAULTS[name[2:].replace("-", "_")]
-            what = "data" if name == "--num-train-samples" else "model"
-            text += f" (default: {own} for the built-in {what}, else {tutorial})"
-        parser.add_argument(name, help=text, default=default, **options)
+    flag, add = argparse.BooleanOptionalAction, parser.add
 
     add("--model", "builtin, or any T5: a Hub name or a local folder", "builtin")
     add("--dataset", "builtin; a .csv, .jsonl or .parquet file; a Hub dataset id", "builtin")
     add("--text-column", "column that holds the articles", "text")
     add("--summary-column", "column that holds their summaries", "headline")
-    add("--num-train-samples", "articles to train on, 0 for all", None, type=count)
+    add("--num-train-samples", "articles to train on, 0 for all", DEFAULTS["num_train_samples"], type=count)
     add("--num-validation-samples", "articles to validate on, 0 for all", 300, type=count)
     add("--max-source-length", "tokens kept of an article", 512, type=size)
     add("--max-target-length", "tokens kept of a summary, and generated at most", 150, type=size)
 
-    add("--epochs", "passes over the training articles", None, type=size)
+    add("--epochs", "passes over the training articles", DEFAULTS["epochs"], type=size)
     add("--max-steps", "stop after this many steps, 0 for all epochs", 0, type=count)
-    add("--batch-size", "articles per process and step", None, type=size)
-    add("--test-batch-size", "articles per process and step in validation", None, type=size)
+    add("--batch-size", "articles per process and step", DEFAULTS["batch_size"], type=size)
+    add("--test-batch-size", "articles per process and step in validation", DEFAULTS["test_batch_size"], type=size)
     add("--group-by-length", "fill a step with articles of similar length", True, action=flag)
-    add("--lr", "learning rate of AdamW", None, type=number)
-    add("--gamma", "factor on the learning rate after each epoch", None, type=number)
+    add("--lr", "learning rate of AdamW", DEFAULTS["lr"], type=number)
+    add("--gamma", "factor on the learning rate after each epoch", DEFAULTS["gamma"], type=number)
     add("--max-grad-norm", "clip the norm of all gradients to this", 1.0, type=number)
     add("--seed", "of weights, data order and dropout", 1, type=count)
 
@@ -183,9 +175,9 @@ def parse_args() -> argparse.Namespace:
     add("--resume", "continue from the newest checkpoint, if there is one", False, action=flag)
 
     args = parser.parse_args()
-    for name, (own, tutorial) in DEFAULTS.items():
-        builtin = (args.dataset if name == "num_train_samples" else args.model) == "builtin"
-        vars(args).setdefault(name, own if builtin else tutorial)
+    by_dataset = {"num_train_samples": DEFAULTS["num_train_samples"]}
+    common.settle(args, by_dataset, args.dataset == "builtin")
+    common.settle(args, DEFAULTS, args.model == "builtin")
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
         parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre (its default) and none")
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
@@ -568,8 +560,9 @@ def main(args: argparse.Namespace, world: World) -> None:
         # Blocks of any size: a fifth of a step with a real vocabulary. Not for units of hundreds of MB: it fragments.
         common.tune_malloc({common.M_MMAP_MAX: 0, common.M_TRIM_THRESHOLD: 2**31 - 1})
     must_match = {name: getattr(args, name) for name in MUST_MATCH}
+    common.first_process_first(world, lambda: common.prepare_output_dir(world, args.output_dir))
     checkpoint = common.first_process_first(
-        world, lambda: common.prepare_output_dir(world, args.output_dir, args.resume, must_match)
+        world, lambda: common.find_checkpoint(args.output_dir, args.resume, must_match)
     )
     metrics = common.Metrics(world, args.output_dir)
 
@@ -650,12 +643,9 @@ def main(args: argparse.Namespace, world: World) -> None:
     param_dtype, reduce_dtype = (str(dtype).removeprefix("torch.") for dtype in PRECISIONS[args.precision])
     units = sum(isinstance(module, T5Block) for module in model.modules())
     extras = [name for name in ("activation_checkpointing", "compile") if getattr(args, name)]
-    changed = [
-        f"--{name.replace('_', '-')} {getattr(args, name)} ({tutorial})"
-        for name, (_, tutorial) in DEFAULTS.items()
-        if getattr(args, name) != tutorial
-    ]
     metrics.start_block(
+        args,
+        world,
         script=f"t5_fsdp.py, {progress.run_date}, torch {torch.__version__}, transformers {transformers.__version__}",
         device=f"{world.device.type} ({world.backend}), {threads}",
         fsdp=f"version {args.fsdp_version}, {args.sharding_strategy}, {units} T5Blocks and the root, "
@@ -666,11 +656,9 @@ def main(args: argparse.Namespace, world: World) -> None:
         left_out=f"of {data.rows:,} rows, {data.without_text_or_summary:,} without text or summary and "
         f"{data.with_long_summary:,} with a summary longer than 3/4 of the text",
         training=f"{args.epochs} epochs, batch {args.batch_size} per process, lr {args.lr}, gamma {args.gamma}",
-        settings=changed and f"{', '.join(changed)}; in brackets the tutorial's",
+        settings=common.departures(args, DEFAULTS, "the tutorial's"),
         resumed=checkpoint and f"{checkpoint}, keeps {kept}",
     )
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    metrics.write("settings", **settings, world_size=world.world_size)
     if args.print_model:
         metrics.say(str(model))
 

@@ -32,7 +32,7 @@ def test_default_run_of_the_shallow_network_learns_the_digits(tmp_path):
     text = " ".join(finished.stdout.split())
     assert f"each process holds 50% of the state and peaks at {peak:.0%} of the memory" in text
     assert f"FSDP trains {speed:.2f} times as many samples per second: " in text
-    why = "communication comes on top" if speed < 1 else "the rest is the noise of a short run"
+    why = "communication comes on top" if speed < 1 else "the rest is noise of a short run"
     assert why in text
     model = mnist_fsdp.ShallowNet()
     [path] = tmp_path.glob("mnist-shallow-local-*.safetensors")
@@ -213,7 +213,16 @@ def test_broken_files_are_named(tmp_path):
             mnist_fsdp.load_mnist(tmp_path / name)
 
 
-def test_bad_input_is_one_sentence(tmp_path):
+def test_weights_that_cannot_be_saved_are_one_sentence(tmp_path):
+    world = common.setup_distributed("cpu")
+    try:
+        with pytest.raises(common.UserError, match=r"could not save .*absent/net.safetensors"):
+            common.save_weights(world, nn.Linear(2, 2), tmp_path / "absent" / "net.safetensors")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_bad_input_is_one_sentence(tmp_path, small_mnist):
     """Exit code 2, one line on stderr without a traceback; torchrun adds its own report below."""
     mnist = ("--dataset", "mnist", "--data-dir")
     (tmp_path / "file").write_text("")
@@ -221,6 +230,7 @@ def test_bad_input_is_one_sentence(tmp_path):
     (tmp_path / "broken" / "t10k-labels-idx1-ubyte").write_bytes(b"\0")
     offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     output = ("--output-dir", tmp_path / "output")
+    small = (*mnist, small_mnist, "--batch-size", 64, "--model", "shallow", "--num-workers", 0)
     cases = [
         (("--batch-size", 0), None, "must be a whole number of at least 1, not '0'"),
         (("--mode", "both", "--num-processes", 0), 2, "--mode both trains in one process of its own; start it with"),
@@ -229,6 +239,11 @@ def test_bad_input_is_one_sentence(tmp_path):
         ((*mnist, tmp_path / "broken", *output), 2, "test files in .* are broken"),
         ((*mnist, tmp_path / "absent", *output), None, "could not be downloaded .* or use --dataset builtin"),
         (("--output-dir", tmp_path / "file"), None, "cannot be written"),
+        (
+            ("--mode", "local", "--lr", 1e30, "--epochs", 1, *small, *output),
+            None,
+            "the loss became .* in epoch 1; start",
+        ),
         (("--device", "xpu"), None, "mnist_fsdp_xpu.py has"),
         (("--mode", "local", "--num-processes", 2), None, "--mode local trains in one process"),
     ]

@@ -80,14 +80,16 @@ def test_xpu_script_equals_a_plain_loop(processes, small_mnist, tmp_path):
         agree(results(tmp_path / str(version)), plain)
 
 
-def test_deep_network_is_sharded_in_four_and_equals_a_plain_loop(small_mnist, tmp_path):
-    """State bytes of 4 processes are 1/4 within 2% (1 and 2: test_mnist.py), and two steps give the same losses."""
+@pytest.mark.parametrize("processes, version", [(1, 1), (4, 2)])
+def test_deep_network_is_sharded_in_equal_parts_and_equals_a_plain_loop(processes, version, small_mnist, tmp_path):
+    """State bytes fall as 1/N within 2% (2 processes are in test_mnist.py), and two steps give the same losses."""
     options = ["--dataset", "mnist", "--data-dir", small_mnist, "--model", "deep", "--epochs", 1, "--num-workers", 0]
-    options += ["--num-train-samples", 2 * GLOBAL_BATCH, "--batch-size", GLOBAL_BATCH // 4, "--output-dir", tmp_path]
-    run_many("mnist_fsdp", [options], 4, "no-dropout")
+    options += ["--num-train-samples", 2 * GLOBAL_BATCH, "--batch-size", GLOBAL_BATCH // processes]
+    options += ["--fsdp-version", version, "--output-dir", tmp_path]
+    run_many("mnist_fsdp", [options], processes, "no-dropout")
     [result] = reports(tmp_path, "result")
-    assert result["parameters"] == pytest.approx(94_104_234 / 4, rel=0.02)
-    assert result["state_bytes"] == pytest.approx(4 * 4 * 94_104_234 / 4, rel=0.02)
+    assert result["parameters"] == pytest.approx(94_104_234 / processes, rel=0.02)
+    assert result["state_bytes"] == pytest.approx(4 * 4 * 94_104_234 / processes, rel=0.02)
     plain = plain_loop(mnist_fsdp.DeepNet, small_mnist, torch.optim.Adam, 0.001, 1.0, 1, count=2 * GLOBAL_BATCH)
     agree(results(tmp_path), plain)
 
