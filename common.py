@@ -259,6 +259,31 @@ def tune_malloc(options: dict[int, int]) -> None:
             mallopt(option, value)
 
 
+def bf16_is_native(device: torch.device) -> bool:
+    """Whether the device computes in bf16 itself. Where it is emulated (V100, older CPUs) it is slower than fp32."""
+    if device.type == "cuda":
+        nccl_sends_bf16 = not dist.is_nccl_available() or torch.cuda.nccl.version() >= (2, 10)
+        return torch.cuda.is_bf16_supported(including_emulation=False) and nccl_sends_bf16
+    if device.type == "xpu":
+        return torch.xpu.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    in_use = torch.backends.cpu.get_cpu_capability() != "AVX2"  # ATEN_CPU_CAPABILITY can hold PyTorch back
+    return in_use and any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def choose_precision(name: str, device: torch.device) -> str:
+    """The precision that `--precision` names: `auto` is bf16 where the device computes in it, else fp32.
+
+    Raises:
+        UserError: bf16 was asked for where it would be emulated.
+    """
+    if name == "auto":
+        return "bf16" if bf16_is_native(device) else "fp32"
+    if name == "bf16" and not bf16_is_native(device):
+        raise UserError(f"--precision bf16: this {device.type} does not compute in bf16; use fp32 or auto")
+    return name
+
+
 def first_process_first(world: World, function: Callable[[], T]) -> T:
     """Call `function` on the first process of every node, then on the others, which find its results in the cache.
 
@@ -646,8 +671,12 @@ def tokenize_rows(
     return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
 
 
-def train_tokenizer(world: World, texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer that can spell any text, trained on rank 0, the same on every rank. A collective."""
+def train_tokenizer(world: World, texts: Iterable[str], vocab_size: int, append_eos: bool = True) -> Any:
+    """A byte-level BPE tokenizer that can spell any text, trained on rank 0, the same on every rank. A collective.
+
+    Args:
+        append_eos: end every text with </s>, as T5 expects it; a prompt for a language model must stay open.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -659,7 +688,8 @@ def train_tokenizer(world: World, texts: Iterable[str], vocab_size: int) -> Any:
         special, alphabet = ["<pad>", "</s>", "<unk>"], pre_tokenizers.ByteLevel.alphabet()
         options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
         tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **options))
-        tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+        if append_eos:
+            tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
         trained = [tokenizer.to_str()]
     dist.broadcast_object_list(trained)
     tokenizer = Tokenizer.from_str(trained[0])
@@ -767,10 +797,27 @@ class Metrics:
         self.write(kind, **(file_only or {}), **fields)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append to `metrics.jsonl` without printing."""
+        """Append to `metrics.jsonl` without printing.
+
+        Raises:
+            UserError: it cannot be written, for example because the disk is full.
+        """
         if self.speaks:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"report": kind, **fields}) + "\n")
+            try:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"report": kind, **fields}) + "\n")
+            except OSError as error:
+                raise UserError(f"could not write {self.path}: {error.strerror}") from error
+
+
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """Rows with the same fields as an aligned Markdown table."""
+    cells = [[name.replace("_", " ") for name in rows[0]]]
+    cells += [[format_value(value) for value in row.values()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = [[text.rjust(width) for text, width in zip(line, widths, strict=True)] for line in cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -796,32 +843,58 @@ def prepare_output_dir(world: World, output_dir: Path) -> None:
             ) from error
 
 
-def find_checkpoint(output_dir: Path, resume: bool, must_match: dict[str, Any]) -> Path | None:
-    """The newest whole checkpoint to resume from, or None for a fresh start.
+def find_checkpoint(world: World, output_dir: Path, resume: bool, must_match: dict[str, Any]) -> Path | None:
+    """The newest whole checkpoint to resume from, or None for a fresh start. A collective.
+
+    A damaged one (a file is missing or cut short) is named, set aside and left out.
 
     Args:
         must_match: settings that a checkpoint must share with this run, or its weights or data are another run's.
 
     Raises:
-        UserError: a fresh run would mix with old checkpoints, or they do not match.
+        UserError: a fresh run would mix with old checkpoints, they do not match, or not every process sees them.
     """
-    steps = [int(path.name[5:]) for path in (output_dir / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
-    if not steps:
-        return None
-    newest = output_dir / "checkpoints" / f"step-{max(steps)}"
-    if not resume:
-        raise UserError(
-            f"{output_dir} holds checkpoints of an earlier run (newest: {newest.name}); continue it with --resume, or "
-            "choose another --output-dir"
-        )
-    saved = json.loads((newest / "progress.json").read_text())["must_match"]
-    for name, value in must_match.items():
-        if saved.get(name) != value:
-            raise UserError(
-                f"{newest} was made with --{name.replace('_', '-')} {saved.get(name)} and not {value}; "
-                "resume with the same settings, or choose another --output-dir"
+    folder = output_dir / "checkpoints"
+    answer: list[Any] = [None, None]  # the step to resume from, the error
+    if world.rank == 0:
+        steps = sorted_steps(folder)
+        if steps and not resume:
+            answer[1] = (
+                f"{output_dir} holds checkpoints of an earlier run (newest: step-{steps[-1]}); continue it with "
+                "--resume, or choose another --output-dir"
             )
-    return newest
+        while steps and resume and answer == [None, None]:
+            newest = folder / f"step-{steps.pop()}"
+            try:
+                saved = json.loads((newest / "progress.json").read_text())
+                whole = all((newest / name).stat().st_size == size for name, size in saved["files"].items())
+            except (OSError, ValueError, KeyError):
+                whole = False
+            if not whole:
+                print(f"{newest} is damaged: set aside as {newest.name}.damaged", file=sys.stderr, flush=True)
+                shutil.rmtree(newest.with_suffix(".damaged"), ignore_errors=True)
+                newest.rename(newest.with_suffix(".damaged"))
+                continue
+            answer[0] = newest.name
+            for name, value in must_match.items():
+                if saved["must_match"].get(name) != value:
+                    answer[1] = (
+                        f"{newest} was made with --{name.replace('_', '-')} {saved['must_match'].get(name)} and not "
+                        f"{value}; resume with the same settings, or choose another --output-dir"
+                    )
+    dist.broadcast_object_list(answer)
+    name, error = answer
+    missing = torch.tensor(float(name is not None and not (folder / name).is_dir()))
+    if error is None and sum_over_ranks(missing.to(world.device)) > 0:
+        error = f"{folder / name} is not seen by every process; --output-dir must be on storage that all nodes share"
+    if error is not None:
+        raise UserError(error)
+    return folder / name if name else None
+
+
+def sorted_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in the folder, without partial and damaged ones."""
+    return sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdecimal())
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
@@ -874,13 +947,15 @@ def save_checkpoint(
         state |= {f"rank{world.rank}.{name}": tensor for name, tensor in rank_state.items()}
         dcp.save(state, checkpoint_id=partial)
         if world.rank == 0:
-            progress = progress | {"step": step, "world_size": world.world_size}
+            # Sizes, so that a file that was cut short later is noticed before it is loaded.
+            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+            progress = progress | {"step": step, "world_size": world.world_size, "files": files}
             (partial / "progress.json").write_text(json.dumps(progress, indent=1))
             partial.rename(whole)
-            steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdecimal())
-            for old in steps[:-keep]:
+            for old in sorted_steps(folder)[:-keep]:
                 shutil.rmtree(folder / f"step-{old}")
     except (OSError, dcp.api.CheckpointException) as error:
+        shutil.rmtree(partial, ignore_errors=True)  # half of one would keep a full disk full
         raise UserError(f"could not save {whole}: {str(error).strip().splitlines()[-1]}") from error
 
 

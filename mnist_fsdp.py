@@ -475,13 +475,8 @@ def main(args: argparse.Namespace, world: World) -> None:
 def compare(results: list[dict]) -> None:
     """Print one table and, for a network that was trained both ways, what its numbers say."""
     hidden = ("report", "run_date", "device", "steps_per_epoch", "test_correct")  # to keep the table on a screen
-    fields = [name for name in results[0] if name not in hidden]
-    rows = [[field.replace("_", " ") for field in fields]]
-    rows += [[common.format_value(result[field]) for field in fields] for result in results]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    for row in rows:
-        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+    shown = [{name: value for name, value in result.items() if name not in hidden} for result in results]
+    print(common.format_table(shown))
     print(
         "Of the last epoch, time the median epoch's, all without the test. Parameters, memory and state (parameters,\n"
         "gradients and Adam's moments) are what one process holds; GB are 2**30 bytes."

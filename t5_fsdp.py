@@ -539,31 +539,14 @@ def summarize(args, world, model, dataset, collate, tokenizer, count) -> list[st
 # ---- Main ------------------------------------------------------------------------------------------------------
 
 
-def bf16_is_native(device: torch.device) -> bool:
-    """Whether the device computes in bf16 itself. Where it is emulated (V100, older CPUs) it is slower than fp32."""
-    if device.type == "cuda":
-        nccl_sends_bf16 = not dist.is_nccl_available() or torch.cuda.nccl.version() >= (2, 10)
-        return torch.cuda.is_bf16_supported(including_emulation=False) and nccl_sends_bf16
-    if device.type == "xpu":
-        return torch.xpu.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    in_use = torch.backends.cpu.get_cpu_capability() != "AVX2"  # ATEN_CPU_CAPABILITY can hold PyTorch back
-    return in_use and any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
 def main(args: argparse.Namespace, world: World) -> None:
-    if args.precision == "auto":
-        args.precision = "bf16" if bf16_is_native(world.device) else "fp32"
-    elif args.precision == "bf16" and not bf16_is_native(world.device):
-        raise common.UserError(f"--precision bf16: this {world.device.type} does not compute in bf16; use fp32 or auto")
+    args.precision = common.choose_precision(args.precision, world.device)
     if world.device.type == "cpu":
         # Blocks of any size: a fifth of a step with a real vocabulary. Not for units of hundreds of MB: it fragments.
         common.tune_malloc({common.M_MMAP_MAX: 0, common.M_TRIM_THRESHOLD: 2**31 - 1})
     must_match = {name: getattr(args, name) for name in MUST_MATCH}
     common.first_process_first(world, lambda: common.prepare_output_dir(world, args.output_dir))
-    checkpoint = common.first_process_first(
-        world, lambda: common.find_checkpoint(args.output_dir, args.resume, must_match)
-    )
+    checkpoint = common.find_checkpoint(world, args.output_dir, args.resume, must_match)
     metrics = common.Metrics(world, args.output_dir)
 
     # ---- Data and tokenizer
