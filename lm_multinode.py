@@ -338,7 +338,7 @@ def builtin_texts() -> tuple[list[str], list[str]]:
 
     pieces, piece, seen = [], "", set()
     for topic in sorted(topics.values(), key=len, reverse=True):
-        for paragraph in topic.split("\n\n"):
+        for paragraph in (text.strip("\n") for text in topic.split("\n\n")):
             if paragraph not in seen:  # topics repeat each other: what is held out must not be learned elsewhere
                 seen.add(paragraph)
                 piece += paragraph + "\n\n"
@@ -350,8 +350,8 @@ def builtin_texts() -> tuple[list[str], list[str]]:
     return pieces, held_out
 
 
-def read_records(shards: list[str], held_out: int = 0) -> Iterator[dict]:
-    """Yield {"text": text} for each line of C4's files, None for a broken record; without the first `held_out`.
+def read_records(shards: list[str], skip: int = 0, skip_in: str = "") -> Iterator[dict]:
+    """Yield {"text": text} for each line of C4's files, None for a broken record; without the first `skip` of a file.
 
     Raises:
         common.UserError: a file cannot be read to its end, or no record in it has a text.
@@ -367,13 +367,12 @@ def read_records(shards: list[str], held_out: int = 0) -> Iterator[dict]:
                     except (ValueError, KeyError, TypeError):
                         text = None
                     good += isinstance(text, str)
-                    if lines > held_out:
+                    if shard != skip_in or lines > skip:
                         yield {"text": text if isinstance(text, str) else None}
         except (OSError, EOFError, zlib.error) as error:
             raise common.UserError(f"{shard} is broken after {lines:,} records ({error}); get it again") from error
         if good == 0:
             raise common.UserError(f"{shard}: none of its {lines:,} records has a field 'text'; C4's format has one")
-        held_out = 0
 
 
 def load_texts(args: argparse.Namespace, world: World) -> tuple[datasets.IterableDataset, list[str]]:
@@ -420,7 +419,7 @@ def load_texts(args: argparse.Namespace, world: World) -> tuple[datasets.Iterabl
             )
         held_out = [text for text in first[:-1] if text]
         source = datasets.IterableDataset.from_generator(
-            read_records, gen_kwargs={"shards": shards, "held_out": args.num_validation_texts}
+            read_records, gen_kwargs={"shards": shards, "skip": args.num_validation_texts, "skip_in": shards[0]}
         )
     if source.num_shards < world.world_size:
         raise common.UserError(
@@ -462,7 +461,6 @@ class PackedTexts(IterableDataset):
             records = iter(source)
             found = False
             while True:
-                at["source"] = source.state_dict()
                 block = [record["text"] for record in islice(records, self.args.shuffle_buffer)]
                 if not block:
                     break
@@ -476,7 +474,8 @@ class PackedTexts(IterableDataset):
                     tokens = tokenize(self.tokenizer, [block[i] for i in some])
                     for number, text in enumerate(tokens, begin):
                         yield {**at, "text": number, "skipped_in_block": skipped}, text
-                at = {**at, "block": at["block"] + 1, "text": 0, "skipped": skipped}
+                # Not before the first block: a source that was given a state does not tell it until it is read.
+                at = {**at, "source": source.state_dict(), "block": at["block"] + 1, "text": 0, "skipped": skipped}
             if not found and at["block"] == 0:
                 raise common.UserError(f"rank {self.world.rank} finds no text in its part of --dataset")
             at = {**START, "passes": at["passes"] + 1, "skipped": at["skipped"]}
@@ -782,7 +781,7 @@ def peak_flops(args: argparse.Namespace, world: World) -> float | None:
     a = torch.ones(1024, 1024, dtype=PRECISIONS[args.precision][0])
     times = []
     dist.barrier()  # all processes at once: they share the cores while they train, too
-    for _ in range(10):
+    for _ in range(5):
         began = time.perf_counter()
         a @ a
         times.append(time.perf_counter() - began)

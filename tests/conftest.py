@@ -97,11 +97,11 @@ def articles_csv(tmp_path_factory):
     return write_csv(tmp_path_factory.mktemp("data") / "articles.csv", [common.builtin_article(i) for i in range(200)])
 
 
-def train_tokenizer(texts):
+def train_tokenizer(texts, **options):
     """common.train_tokenizer in a process group of one, which ends with it."""
     world = common.setup_distributed("cpu")
     try:
-        return common.train_tokenizer(world, texts, vocab_size=1000)
+        return common.train_tokenizer(world, texts, vocab_size=1000, **options)
     finally:
         torch.distributed.destroy_process_group()
 

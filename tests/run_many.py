@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -19,6 +20,16 @@ script = importlib.import_module(sys.argv[1])
 world = common.setup_distributed("cpu")
 if "no-dropout" in sys.argv:
     torch.nn.Dropout.forward = lambda self, x: x  # each rank has its own dropout: parity needs none
+if "record-shards" in sys.argv:
+    export = common.export_model
+
+    def record_shards(world, model, whole, tokenizer, folder):
+        """Also write the sum of each of this rank's own shards, next to the model."""
+        export(world, model, whole, tokenizer, folder)
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        torch.save(torch.stack([p.detach().double().sum() for p in shards]), folder.parent / f"shards-{world.rank}.pt")
+
+    common.export_model = record_shards
 for arguments in json.loads(sys.argv[2]):
     sys.argv = [f"{script.__name__}.py", *arguments]
     script.main(script.parse_args(), world)
