@@ -19,6 +19,7 @@ script = importlib.import_module(sys.argv[1])
 world = common.setup_distributed("cpu")
 if "no-dropout" in sys.argv:
     torch.nn.Dropout.forward = lambda self, x: x  # each rank has its own dropout: parity needs none
+gc.freeze()  # the many objects of the imports: going through them each time takes longer than a small run
 for arguments in json.loads(sys.argv[2]):
     sys.argv = [f"{script.__name__}.py", *arguments]
     script.main(script.parse_args(), world)
