@@ -21,22 +21,28 @@ from transformers import T5Config, T5ForConditionalGeneration
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+import forked
+
 import common
 import mnist_fsdp
 
 
-def run(script, *arguments, processes=None, timeout=300, **environment):
-    """Run a script, under torchrun when `processes` is given. Returns the finished process, output as text."""
+def pytest_sessionstart():
+    forked.start_server()
+
+
+def run(script, *arguments, processes=None, fork=False, kill=None, timeout=300, **environment):
+    """Run a script, under torchrun when `processes` is given. Returns the finished process, output as text.
+
+    With `fork` the processes are forks of one that has the imports done, and `kill` can end one: see forked.py.
+    """
+    script, arguments, environment = str(ROOT / script), list(map(str, arguments)), os.environ | environment
+    if fork:
+        return forked.launch(script, arguments, processes, environment, timeout, kill)
     # --standalone takes a free port, where the default is one port for all.
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    start = torchrun if processes else [sys.executable]
-    return subprocess.run(
-        [*start, str(ROOT / script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **environment},
-    )
+    command = [*(torchrun if processes else [sys.executable]), script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
 def succeed(*arguments, **options):
@@ -46,10 +52,11 @@ def succeed(*arguments, **options):
     return finished
 
 
-def run_many(script, settings, processes, *switches, **options):
-    """Run `script`'s main() once for each list of arguments, in one launch."""
+def run_many(script, settings, processes, *switches, fork=True, **options):
+    """Run `script`'s main() once for each list of arguments, in one launch: forked, or with fork=False by torchrun."""
     texts = [[str(argument) for argument in arguments] for arguments in settings]
-    return succeed("tests/run_many.py", script, json.dumps(texts), *switches, processes=processes, **options)
+    options |= {"processes": processes, "fork": fork}
+    return succeed("tests/run_many.py", script, json.dumps(texts), *switches, **options)
 
 
 def reports(output_dir, kind):

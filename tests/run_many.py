@@ -30,6 +30,7 @@ if "record-shards" in sys.argv:
         torch.save(torch.stack([p.detach().double().sum() for p in shards]), folder.parent / f"shards-{world.rank}.pt")
 
     common.export_model = record_shards
+gc.freeze()  # the many objects of the imports: going through them each time takes longer than a small run
 for arguments in json.loads(sys.argv[2]):
     sys.argv = [f"{script.__name__}.py", *arguments]
     script.main(script.parse_args(), world)

@@ -105,7 +105,7 @@ def test_intels_packages_are_used_where_pytorch_has_no_stack(small_mnist, tmp_pa
     flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--batch-size", 48, "--epochs", 1, "--num-workers", 0)
     flags += ("--device", "cpu", "--no-print-model")
     finished = succeed(script, *flags, "--output-dir", tmp_path / "ccl", processes=2, PYTHONPATH=str(tmp_path))
-    succeed("mnist_fsdp_xpu.py", *flags, "--output-dir", tmp_path / "gloo", processes=2)
+    succeed("mnist_fsdp_xpu.py", *flags, "--output-dir", tmp_path / "gloo", processes=2, fork=True)
     imported, stack, backend, used = json.loads(finished.stdout.splitlines()[-1])
     assert imported == list(PACKAGES) and "Intel Extension for PyTorch" in stack and (backend, used) == ("ccl", "ccl")
     [gloo] = reports(tmp_path / "gloo", "result")

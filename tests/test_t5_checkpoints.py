@@ -22,6 +22,7 @@ import t5_fsdp
 
 # 190 training articles in batches of 16 are 12 steps an epoch, the last one with 14 articles.
 STEPS, HALF = 15, 5
+SUMMARY = 40  # tokens; no article has a summary as long, but an untrained model would not stop writing
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +40,7 @@ def resumed(dropout_model, articles_csv, tmp_path_factory):
             *("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0, "--batch-size", 8),
             *("--fsdp-version", version, "--log-every", 1, "--num-rouge-samples", 0, "--precision", "fp32"),
             *("--test-batch-size", 8, "--checkpoint-every", HALF, "--sharding-strategy", "SHARD_GRAD_OP"),
+            *("--max-target-length", SUMMARY),
         ]
         whole, parts = root / f"whole{version}", root / f"parts{version}"
         settings.append([*common_arguments, "--output-dir", whole, "--max-steps", STEPS])
@@ -81,8 +83,9 @@ def test_checkpoints_move_to_another_number_of_processes(resumed, tmp_path, drop
         "t5_fsdp.py",
         *("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0, "--batch-size", 4),
         *("--max-steps", STEPS, "--num-rouge-samples", 0, "--precision", "fp32", "--resume", "--no-save-model"),
-        *("--output-dir", tmp_path / "moved"),
+        *("--output-dir", tmp_path / "moved", "--max-target-length", SUMMARY),
         processes=4,
+        fork=True,
     )
     assert "all but the random state of dropout: it was saved by 2 processes" in finished.stdout
     before, after = reports(tmp_path / "moved", "epoch")[-2:]
@@ -96,6 +99,7 @@ def test_torchrun_restarts_after_a_killed_process_and_loses_nothing(resumed, tmp
     command += ["--num-train-samples", "0", "--batch-size", "8", "--test-batch-size", "8", "--log-every", "1"]
     command += ["--num-rouge-samples", "0", "--precision", "fp32", "--max-steps", str(STEPS), "--no-save-model"]
     command += ["--sharding-strategy", "SHARD_GRAD_OP", "--checkpoint-every", "5", "--output-dir", str(tmp_path)]
+    command += ["--max-target-length", str(SUMMARY)]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline = time.monotonic() + 120
@@ -120,7 +124,8 @@ def test_half_written_checkpoints_are_never_resumed(resumed, tmp_path, dropout_m
         "t5_fsdp.py",
         *("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0, "--batch-size", 8),
         *("--max-steps", 10, "--num-rouge-samples", 0, "--precision", "fp32", "--resume", "--no-save-model"),
-        *("--output-dir", tmp_path / "killed"),
+        *("--output-dir", tmp_path / "killed", "--max-target-length", SUMMARY),
+        fork=True,
     )
     assert "step-10, keeps" in finished.stdout
     assert reports(tmp_path / "killed", "epoch")[-1]["step"] == 10
@@ -130,12 +135,12 @@ def evaluate_plainly(folder, articles_csv, tmp_path):
     """Load an exported folder without FSDP; return the model, its validation loss and summaries of three articles."""
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     data = common.load_summarization_data(str(articles_csv), "text", "headline", 0, 300, tmp_path)
-    rows = common.tokenize(data.validation, tokenizer, t5_fsdp.SOURCE_PREFIX, 512, 150)
+    rows = common.tokenize(data.validation, tokenizer, t5_fsdp.SOURCE_PREFIX, 512, SUMMARY)
     batch = DataCollatorForSeq2Seq(tokenizer)([rows[i] for i in range(len(rows))])
     inputs = {"input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3]}
     with torch.no_grad():
         loss, tokens = t5_fsdp.summed_loss(model, batch)
-        texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=150), skip_special_tokens=True)
+        texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=SUMMARY), skip_special_tokens=True)
     return model, (loss / tokens).item(), [text.strip() for text in texts]
 
 
@@ -157,7 +162,7 @@ def test_flan_t5_keeps_its_own_output_layer(articles_csv, tmp_path):
     changes = {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}
     folder = make_model(tmp_path / "flan", **changes)
     arguments = ["--model", folder, "--dataset", articles_csv, "--num-train-samples", 64, "--epochs", 1]
-    arguments += ["--precision", "fp32", "--num-rouge-samples", 3]
+    arguments += ["--precision", "fp32", "--num-rouge-samples", 3, "--max-target-length", SUMMARY]
     outputs = [tmp_path / f"fsdp{version}" for version in (1, 2)]
     settings = [[*arguments, "--fsdp-version", output.name[-1], "--output-dir", output] for output in outputs]
     run_many("t5_fsdp", settings, processes=2)
@@ -176,13 +181,12 @@ def test_exports_hold_each_shared_weight_once(resumed):
 
 def test_a_fresh_run_does_not_touch_old_checkpoints(resumed, dropout_model, articles_csv):
     arguments = ("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0)
-    finished = run("t5_fsdp.py", *arguments, "--output-dir", resumed / "whole2")
-    assert finished.returncode == 2
-    assert "holds checkpoints of an earlier run (newest: step-15)" in finished.stderr
-    finished = run("t5_fsdp.py", *arguments, "--output-dir", resumed / "whole2", "--resume", "--seed", 7)
-    assert finished.returncode == 2
-    assert "was made with --seed 1 and not 7" in finished.stderr
-    finished = run("t5_fsdp.py", *arguments, "--output-dir", resumed / "whole2", "--resume", "--lr", 0.5)
-    assert finished.returncode == 2
-    assert "was made with --lr 0.002 and not 0.5" in finished.stderr
+    for flags, sentence in (
+        ((), "holds checkpoints of an earlier run (newest: step-15)"),
+        (("--resume", "--seed", 7, "--max-target-length", SUMMARY), "was made with --seed 1 and not 7"),
+        (("--resume", "--lr", 0.5, "--max-target-length", SUMMARY), "was made with --lr 0.002 and not 0.5"),
+    ):
+        finished = run("t5_fsdp.py", *arguments, *flags, "--output-dir", resumed / "whole2", fork=True)
+        assert finished.returncode == 2
+        assert sentence in finished.stderr
     assert json.loads((resumed / "whole2/checkpoints/step-15/progress.json").read_text())["step"] == STEPS

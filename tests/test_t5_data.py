@@ -179,7 +179,7 @@ def test_the_command_line_selects_and_counts(tmp_path, tiny_model):
     path = write_csv(tmp_path / "wikihowAll.csv", all_rows_like_wikihow())
     arguments = ["--model", tiny_model, "--dataset", path, "--num-train-samples", 30, "--num-validation-samples", 3]
     arguments += ["--max-source-length", 16, "--max-target-length", 4, "--num-rouge-samples", 2, "--epochs", 1]
-    finished = succeed("t5_fsdp.py", *arguments, "--output-dir", tmp_path / "out", processes=2)
+    finished = succeed("t5_fsdp.py", *arguments, "--output-dir", tmp_path / "out", processes=2, fork=True)
     assert "30 articles to train on, 3 to validate" in finished.stdout
     assert "of 125 rows, 2 without text or summary and 1 with a summary longer" in finished.stdout
     end = reports(tmp_path / "out", "epoch")[-1]
@@ -190,6 +190,7 @@ def test_the_command_line_selects_and_counts(tmp_path, tiny_model):
 
 def test_switches_switch_off(tmp_path, tiny_model, articles_csv):
     arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 8, "--epochs", 1]
+    arguments += ["--max-target-length", 40]  # else the untrained model writes 150 tokens for each summary
     switches = ("run-validation", "track-memory", "save-model")
     settings = [[*arguments, f"--no-{switch}", "--output-dir", tmp_path / switch] for switch in switches]
     run_many("t5_fsdp", settings, processes=1)

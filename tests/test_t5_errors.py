@@ -74,7 +74,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         (name, (arguments, _, environment)) = case
         if "--output-dir" not in arguments:
             arguments = (*arguments, "--output-dir", tmp_path / "output" / name)
-        return run("t5_fsdp.py", *arguments, **environment)
+        # The environment is PyTorch's, which reads it once, so that case starts as a user's does; and one without.
+        return run("t5_fsdp.py", *arguments, fork=not environment and name != "zero", **environment)
 
     expected = cases(tmp_path)
     with ThreadPoolExecutor(2) as pool:
@@ -89,9 +90,15 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
     assert not problems, "\n\n".join(f"{name}: {problem}" for name, problem in problems.items())
 
 
-@pytest.mark.parametrize("arguments", [("--batch-size", 0), ("--dataset", "absent.csv"), ("--device", "cuda")])
-def test_under_torchrun_rank_0_alone_speaks_and_every_rank_ends_with_2(arguments, tmp_path):
-    finished = run("t5_fsdp.py", *arguments, "--output-dir", tmp_path, processes=2)
+@pytest.mark.parametrize("arguments", [("--batch-size", 0), ("--device", "xpu")])
+def test_among_several_ranks_rank_0_alone_speaks(arguments, tmp_path):
+    finished = run("t5_fsdp.py", *arguments, "--output-dir", tmp_path, processes=2, fork=True)
+    assert finished.returncode == 2
+    assert_one_sentence(finished, "error: ")
+
+
+def test_under_torchrun_rank_0_alone_speaks_and_every_rank_ends_with_2(tmp_path):
+    finished = run("t5_fsdp.py", "--dataset", "absent.csv", "--output-dir", tmp_path, processes=2)
     assert finished.returncode != 0  # torchrun itself ends with 1, whatever its processes ended with
     ours = [line for line in finished.stderr.splitlines() if "error: " in line and line.startswith("t5_fsdp.py")]
     assert len(ours) == 1, finished.stderr
@@ -101,7 +108,7 @@ def test_under_torchrun_rank_0_alone_speaks_and_every_rank_ends_with_2(arguments
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, tiny_model, articles_csv):
     arguments = ("--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 64, "--no-run-validation")
-    finished = run("t5_fsdp.py", *arguments, "--lr", 1e30, "--log-every", 2, "--output-dir", tmp_path)
+    finished = run("t5_fsdp.py", *arguments, "--lr", 1e30, "--log-every", 2, "--output-dir", tmp_path, fork=True)
     assert finished.returncode == 2
     assert_one_sentence(finished, "the loss became nan at step ")
 
@@ -109,6 +116,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, ti
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_write_permission(tmp_path):
     tmp_path.chmod(0o500)
-    finished = run("t5_fsdp.py", "--output-dir", tmp_path / "output")
+    finished = run("t5_fsdp.py", "--output-dir", tmp_path / "output", fork=True)
     assert finished.returncode == 2
     assert_one_sentence(finished, "cannot be written")

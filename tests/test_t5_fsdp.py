@@ -21,7 +21,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def observed():
-    finished = succeed("tests/observe_fsdp.py", json.dumps(list(SETTINGS.values())), processes=2)
+    finished = succeed("tests/observe_fsdp.py", json.dumps(list(SETTINGS.values())), processes=2, fork=True)
     output = json.loads(finished.stdout.splitlines()[-1])
     return dict(zip(SETTINGS, output["results"], strict=True)), output["on_meta"]
 
@@ -62,7 +62,7 @@ def test_only_rank_0_holds_weights_before_sharding_and_all_end_with_the_same_mod
 
 def test_print_model_shows_the_units(tmp_path, tiny_model, articles_csv):
     arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 8, "--epochs", 1]
-    arguments += ["--no-run-validation", "--no-save-model", "--print-model"]
+    arguments += ["--no-run-validation", "--no-save-model", "--print-model", "--max-target-length", 8]
     settings = [[*arguments, "--output-dir", tmp_path / str(v), "--fsdp-version", v] for v in (1, 2)]
     printed = run_many("t5_fsdp", settings, processes=2).stdout
     assert printed.count("): FullyShardedDataParallel(") == 4
@@ -73,7 +73,17 @@ def test_print_model_shows_the_units(tmp_path, tiny_model, articles_csv):
 def test_compile_makes_kernels_and_keeps_the_losses(tmp_path, articles_csv):
     model = make_model(tmp_path / "model", dropout=0.0, num_layers=1)  # every kernel is a second of compiling
     arguments = ["--model", model, "--dataset", articles_csv, "--num-train-samples", 8, "--max-steps", 1, "--epochs", 1]
-    arguments += ["--no-run-validation", "--no-save-model", "--precision", "fp32", "--log-every", 1, "--output-dir"]
+    arguments += [
+        "--no-run-validation",
+        "--no-save-model",
+        "--precision",
+        "fp32",
+        "--log-every",
+        1,
+        "--max-target-length",
+        40,
+        "--output-dir",
+    ]
     kernels, switches = tmp_path / "kernels", ("--no-compile", "--compile")
     settings = [[*arguments, tmp_path / switch, switch] for switch in switches]
     run_many("t5_fsdp", settings, 1, TORCHINDUCTOR_CACHE_DIR=str(kernels))

@@ -11,6 +11,7 @@ import common
 import t5_fsdp
 
 GLOBAL_BATCH, STEPS = 8, 4
+SUMMARY = 40  # tokens; no article has a summary as long, but an untrained model would not stop writing
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +22,7 @@ def plain_losses(tiny_model, articles_csv, tmp_path_factory):
 
     def features(rows):
         texts = tokenizer([t5_fsdp.SOURCE_PREFIX + text for text in rows["text"]], max_length=64, truncation=True)
-        labels = tokenizer(rows["summary"][:], max_length=150, truncation=True)
+        labels = tokenizer(rows["summary"][:], max_length=SUMMARY, truncation=True)
         pairs = zip(texts["input_ids"], labels["input_ids"], strict=True)
         return [{"input_ids": text, "labels": label} for text, label in pairs]
 
@@ -57,7 +58,8 @@ def settings_for(tiny_model, articles_csv, output_dir, processes, *extra):
     return [
         *("--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 0, "--num-validation-samples", 0),
         *("--batch-size", GLOBAL_BATCH // processes, "--max-steps", STEPS, "--max-source-length", 64),
-        *("--log-every", 1, "--num-rouge-samples", 0, "--no-save-model", "--output-dir", output_dir, *extra),
+        *("--log-every", 1, "--num-rouge-samples", 0, "--no-save-model", "--output-dir", output_dir),
+        *("--max-target-length", SUMMARY, *extra),
     ]
 
 
@@ -101,6 +103,7 @@ def runs(tiny_model, articles_csv, tmp_path_factory):
                 for name, arguments in settings.items()
             ],
             processes,
+            fork=processes != 2,  # the largest part under torchrun
         )
         for name, folder in folders.items():
             losses = [report["train_loss"] for report in reports(folder, "step")]

@@ -1,0 +1,83 @@
+"""Start a script's processes as torchrun does, but as forks of one process that has imported everything already.
+
+A launch then takes a moment and not the seconds that PyTorch and transformers take to import in each process. The forks
+share more than torchrun's processes do (the modules, the seed of hash()), so each script is tested under torchrun too.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+FOLDER = Path(__file__).parent
+OURS = [path.stem for path in FOLDER.parent.glob("*.py")]
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def start_server():
+    """Start the process that is forked, which imports while the tests are collected."""
+    CONTEXT.set_forkserver_preload(["forked", "datasets", *OURS])
+    # Python 3.11 does not hand it sys.path.
+    with mock.patch.dict(os.environ, PYTHONPATH=f"{FOLDER.parent}{os.pathsep}{FOLDER}"):
+        forkserver.ensure_running()
+
+
+def run_rank(script, arguments, environment, outputs):
+    """One process: run the script as `python script` would."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream, path in zip((1, 2), outputs, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
+    multiprocessing.set_start_method(None, force=True)  # else what the script starts would come from here too
+    for name in OURS:
+        sys.modules.pop(name, None)  # imported for what they import
+    sys.path.insert(0, str(Path(script).parent))
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def launch(script, arguments, processes, environment, timeout, kill=None):
+    """Run a script in `processes` ranks, or as plain `python` does when None; returns what subprocess.run would.
+
+    All end when one fails; the exit code is then its own. `kill`, (rank, path): as soon as the path exists, the rank
+    gets SIGKILL.
+    """
+    environments = [environment]
+    if processes:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # takes a free port
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        places = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
+        environments = [environment | {name: str(value) for name, value in place.items()} for place in places]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        for path in outputs:
+            path.touch()
+        ranks = [CONTEXT.Process(target=run_rank, args=(script, arguments, each, outputs)) for each in environments]
+        deadline = time.monotonic() + timeout
+        try:
+            for rank in ranks:
+                rank.start()
+            while (running := [rank.sentinel for rank in ranks if rank.exitcode is None]) and not any(
+                rank.exitcode for rank in ranks
+            ):
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired([script, *arguments], timeout)
+                if kill and kill[1].exists():
+                    ranks[kill[0]].kill()
+                connection.wait(running, timeout=0.02 if kill else 1)
+            code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        texts = [path.read_text() for path in outputs]
+    return subprocess.CompletedProcess([script, *arguments], code, *texts)
