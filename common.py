@@ -17,6 +17,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -125,6 +126,7 @@ def exit_with_error(message: str) -> NoReturn:
     """
     rank = int(os.environ.get("RANK", 0))
     if rank != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a script may take it for a wish to save
         time.sleep(10)
         message = f"[rank {rank}] {message}"
     sys.stdout.flush()
@@ -955,8 +957,11 @@ def save_checkpoint(
             for old in sorted_steps(folder)[:-keep]:
                 shutil.rmtree(folder / f"step-{old}")
     except (OSError, dcp.api.CheckpointException) as error:
+        # PyTorch's writer does not always name the cause, which is most often this.
+        free = format_gb(shutil.disk_usage(folder.parent).free)
         shutil.rmtree(partial, ignore_errors=True)  # half of one would keep a full disk full
-        raise UserError(f"could not save {whole}: {str(error).strip().splitlines()[-1]}") from error
+        reason = str(error).strip().splitlines()[-1]
+        raise UserError(f"could not save {whole}, where {free} GB are free: {reason}") from error
 
 
 def load_checkpoint(

@@ -7,6 +7,7 @@ share more than torchrun's processes do (the modules, the seed of hash()), so ea
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,8 +48,8 @@ def run_rank(script, arguments, environment, outputs):
 def launch(script, arguments, processes, environment, timeout, kill=None):
     """Run a script in `processes` ranks, or as plain `python` does when None; returns what subprocess.run would.
 
-    All end when one fails; the exit code is then its own. `kill`, (rank, path): as soon as the path exists, the rank
-    gets SIGKILL.
+    All end when one fails; the exit code is then its own. `kill`, (rank, condition): as soon as the condition, which is
+    called every 20 ms, holds, the rank gets SIGKILL, or the signal that is given as a third item.
     """
     environments = [environment]
     if processes:
@@ -71,8 +72,9 @@ def launch(script, arguments, processes, environment, timeout, kill=None):
             ):
                 if time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired([script, *arguments], timeout)
-                if kill and kill[1].exists():
-                    ranks[kill[0]].kill()
+                if kill and kill[1]():
+                    os.kill(ranks[kill[0]].pid, *(kill[2:] or [signal.SIGKILL]))
+                    kill = None
                 connection.wait(running, timeout=0.02 if kill else 1)
             code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
         finally:

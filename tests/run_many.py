@@ -3,6 +3,7 @@
 torchrun --nproc_per_node N tests/run_many.py t5_fsdp '[["--lr", "1"], ["--lr", "2"]]'
 """
 
+import functools
 import gc
 import importlib
 import json
@@ -30,9 +31,24 @@ if "record-shards" in sys.argv:
         torch.save(torch.stack([p.detach().double().sum() for p in shards]), folder.parent / f"shards-{world.rank}.pt")
 
     common.export_model = record_shards
+if "infinite-loss" in sys.argv:
+    summed_loss, calls = script.summed_loss, []
+
+    def infinite_once(model, batch):
+        """The fifth time that rank 2 trains on a batch."""
+        if torch.is_grad_enabled():
+            calls.append(None)
+        return summed_loss(model, batch) * (float("inf") if world.rank == 2 and len(calls) == 5 else 1)
+
+    script.summed_loss = infinite_once
+if "graphs-only" in sys.argv:
+    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
 gc.freeze()  # the many objects of the imports: going through them each time takes longer than a small run
 for arguments in json.loads(sys.argv[2]):
     sys.argv = [f"{script.__name__}.py", *arguments]
-    script.main(script.parse_args(), world)
+    try:
+        script.main(script.parse_args(), world)
+    except common.UserError as error:
+        common.exit_with_error(str(error))
     gc.collect()
 dist.destroy_process_group()

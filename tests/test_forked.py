@@ -32,7 +32,7 @@ def test_one_that_fails_or_is_killed_ends_all(first, kill, code, error, tmp_path
     script, path = tmp_path / "script.py", tmp_path / "rank 1 was here"
     script.write_text(SCRIPT.format(first=first))
     began = time.monotonic()
-    finished = run(script, path, processes=2, fork=True, kill=kill and (kill, path))
+    finished = run(script, path, processes=2, fork=True, kill=kill and (kill, path.exists))
     assert time.monotonic() - began < 60
     assert finished.returncode == code and finished.stderr.endswith(error)
     lines = [f"{rank} 2 __main__ [{str(path)!r}] False" for rank in (0, 1)]
