@@ -211,7 +211,7 @@ def test_bad_input_is_one_sentence(tmp_path):
         (
             (*hybrid, "--fsdp-version", 1, "--shards-per-replica", 1, *output),
             2,
-            "would never average .* pytorch#154888",
+            r"would never average .*pytorch#154888",
         ),
         ((*hybrid, "--shards-per-replica", 2, *output), 3, "3 processes cannot be divided into replicas of 2; set"),
         (("--dataset", tmp_path / "absent*", "--tokenizer", "builtin", *output), 2, "no such file; builtin and c4"),
