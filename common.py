@@ -240,17 +240,39 @@ def setup_distributed(device_name: str, backend: str | None = None, store: dist.
     backend = backend or dist.get_default_backend_for_device(device)
     # 60 minutes: the other ranks wait in a collective while the first one downloads or tokenizes a large dataset.
     options = {"timeout": timedelta(minutes=60), "device_id": device if device.type != "cpu" else None}
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if "RANK" not in os.environ:
         store = dist.HashStore()  # plain `python script.py`: a group of one
-    elif attempt and store is None and local_world_size == world_size:
-        # On one node torchrun keeps its store when it restarts the processes (on several nodes it makes a new one):
-        # under the old keys this attempt would find the addresses of processes that are gone.
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        store = dist.PrefixStore(f"attempt-{attempt}", store)
+    elif store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps its store when it restarts the processes: under the old keys they would find the addresses of
+        # processes that are gone.
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=options["timeout"])
+        store = dist.PrefixStore(agree_on_attempt(store, rank, world_size), store)
     options |= {"store": store, "rank": rank, "world_size": world_size} if store else {}
     dist.init_process_group(backend, **options)
     return World(rank, local_rank, world_size, local_world_size, device, backend)
+
+
+def agree_on_attempt(store: dist.Store, rank: int, world_size: int) -> str:
+    """A name that all processes of this attempt share and no earlier one had: rank 0 makes it up. A collective.
+
+    torchrun's own number will not do: on several nodes it counts only on the node that lost a process.
+    """
+    if rank == 0:
+        name = os.urandom(8).hex()
+        store.set("attempt", name)
+        store.wait([f"{name}/{other}" for other in range(1, world_size)])
+        store.set("attempt", "")  # so that a process of the next attempt cannot take it for its own
+        store.set(f"{name}/go", "")
+        return name
+    name = ""
+    while not (name and store.check([f"{name}/go"])):
+        # It may be that of an attempt that ended here, until rank 0 arrives: ask again.
+        name = store.get("attempt").decode() or name
+        if name:
+            store.set(f"{name}/{rank}", "")
+        time.sleep(0.05)
+    return name
 
 
 def tune_malloc(options: dict[int, int]) -> None:

@@ -16,6 +16,7 @@ in one), and FSDP2 is the default because FSDP1 is deprecated.
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -23,6 +24,7 @@ import gc
 import glob
 import json
 import math
+import multiprocessing
 import os
 import signal
 import statistics
@@ -511,6 +513,13 @@ def ignore_signals(_: int) -> None:
     """A data worker must outlive the SIGTERM that a cluster sends to every process, until the last batch is used."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@atexit.register
+def kill_workers() -> None:
+    """After an error Python would send a data worker a SIGTERM, which it ignores, and wait for its end forever."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def load_batches(texts: PackedTexts, world: World, num_ahead: int) -> Iterator[dict]:

@@ -1,0 +1,96 @@
+"""lm_multinode.py on two nodes, started as on a cluster, does what it does on one."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import reports, run_many
+from two_nodes import NoNamespacesError, two_nodes
+
+SIZES = ["--model", "tiny", "--precision", "fp32", "--no-save-model", "--log-every", 1, "--seq-length", 16]
+SIZES += ["--micro-batch-size", 1, "--global-batch-size", 8, "--num-validation-texts", 1, "--validate-every", 100]
+SHORT, LONG = ["--max-steps", 3, "--warmup-steps", 1], ["--max-steps", 12, "--warmup-steps", 2]
+RUNS = {
+    "FULL_SHARD": SHORT,
+    "SHARD_GRAD_OP": SHORT,
+    "NO_SHARD": SHORT,
+    "HYBRID_SHARD": SHORT,
+    "_HYBRID_SHARD_ZERO2": [*SHORT, "--accumulate-sharded"],
+    "fsdp1 FULL_SHARD": [*SHORT, "--fsdp-version", 1],
+    "fsdp1 HYBRID_SHARD": [*SHORT, "--fsdp-version", 1],
+}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two nodes. A machine that cannot have them skips these tests, but not where all of them must run."""
+    with contextlib.ExitStack() as cleanup:
+        try:
+            made = cleanup.enter_context(two_nodes())
+        except NoNamespacesError as error:
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
+        yield made
+
+
+def check(finished):
+    """Fail the test with the output of both nodes unless both succeeded."""
+    texts = [f"node {node}:\n{one.stdout[-2000:]}\n{one.stderr[-5000:]}" for node, one in enumerate(finished)]
+    assert [one.returncode for one in finished] == [0, 0], "\n".join(texts)
+
+
+def losses(folder):
+    """The loss of each step; that of the last attempt for a step that was done twice."""
+    return {report["step"]: report["train_loss"] for report in reports(folder, "step") if "train_loss" in report}
+
+
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory):
+    """The folder with every run on one node of four processes, and "long", which the restarted run is compared with."""
+    folder, settings = tmp_path_factory.mktemp("one"), []
+    for name, flags in {**RUNS, "long FULL_SHARD": LONG}.items():
+        strategy = name.split()[-1]
+        mesh = ["--shards-per-replica", 2] if "HYBRID" in name else []
+        settings.append([*SIZES, *flags, *mesh, "--sharding-strategy", strategy, "--output-dir", folder / name])
+    run_many("lm_multinode", settings, 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_two_nodes(nodes, tmp_path_factory):
+    """The folder with every run on two nodes of two processes."""
+    folder, settings = tmp_path_factory.mktemp("two"), []
+    for name, flags in RUNS.items():
+        settings.append([*SIZES, *flags, "--sharding-strategy", name.split()[-1], "--output-dir", folder / name])
+    texts = [[str(argument) for argument in arguments] for arguments in settings]
+    finished = nodes.torchrun("tests/run_many.py", "lm_multinode", json.dumps(texts), timeout=300)
+    check(finished)
+    assert finished[0].stdout.count("2 nodes, 4 processes") == len(RUNS)
+    assert finished[0].stdout.count("replicas x shards: 2 x 2") == 3  # the hybrids, by default
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_losses_are_those_of_one_node(one_node, on_two_nodes, name):
+    expected = losses(one_node / name)
+    assert len(expected) == 3
+    assert losses(on_two_nodes / name) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_process_on_the_other_node_is_killed_and_torchrun_starts_all_again(nodes, one_node, tmp_path):
+    flags = [*SIZES, *LONG, "--checkpoint-every", 2, "--output-dir", tmp_path]
+    torchruns = nodes.start_torchrun("lm_multinode.py", *flags, options=["--max-restarts", 2])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "checkpoints" / "step-2").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    agent = torchruns[1].pid
+    workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    os.kill(int(workers[0]), signal.SIGKILL)
+    finished = nodes.finish(torchruns, timeout=180)
+    check(finished)
+    # Rank 0 can be on either node now. torchrun counts the restart on the second one only, and both have resumed.
+    assert f"resumed    {tmp_path}" in finished[0].stdout + finished[1].stdout
+    assert losses(tmp_path) == pytest.approx(losses(one_node / "long FULL_SHARD"), abs=1e-5)

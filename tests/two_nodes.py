@@ -1,0 +1,146 @@
+"""Two nodes on one machine: two network namespaces joined by a cable, as far as sockets can tell.
+
+    with two_nodes() as nodes:
+        processes = nodes.torchrun("lm_multinode.py", "--max-steps", 5)
+
+Each node has one address of its own, a host name (node0, node1) and a hosts file that knows both. Disk, memory and
+cores are shared. Needs Linux, root and iproute2.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+CABLE = "eth0"  # its name on both nodes
+
+
+class NoNamespacesError(Exception):
+    """This machine cannot have two nodes; the text says why."""
+
+
+@contextlib.contextmanager
+def two_nodes():
+    """Two nodes that are gone when the block ends, with every process on them.
+
+    Raises:
+        NoNamespacesError: not Linux, not root, or iproute2 is not installed.
+    """
+    # With this process's id, so that tests which run at the same time do not meet.
+    names = [f"node{node}-{os.getpid()}" for node in (0, 1)]
+    with contextlib.ExitStack() as cleanup:
+        try:
+            for name in names:
+                settings = Path("/etc/netns", name)  # `ip netns exec` shows its files in place of those in /etc
+                settings.mkdir(parents=True)
+                cleanup.callback(shutil.rmtree, settings)
+                hosts = [f"{address} node{node}\n" for node, address in enumerate(ADDRESSES)]
+                (settings / "hosts").write_text("127.0.0.1 localhost\n" + "".join(hosts))
+                (settings / "resolv.conf").touch()  # no name server: nothing else has a name
+                ip("netns", "add", name)
+                cleanup.callback(ip, "netns", "delete", name)  # and its end of the cable
+            # Made inside: outside, both ends would need names that nothing else uses.
+            ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
+            for name, address in zip(names, ADDRESSES, strict=True):
+                ip("-netns", name, "address", "add", f"{address}/24", "dev", CABLE)
+                ip("-netns", name, "link", "set", "lo", "up")
+                ip("-netns", name, "link", "set", CABLE, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+            raise NoNamespacesError(f"network namespaces cannot be made here ({reason})") from error
+        nodes = TwoNodes(names, cleanup.enter_context(tempfile.TemporaryDirectory()))
+        cleanup.callback(nodes.kill)
+        yield nodes
+
+
+def ip(*arguments):
+    """Run iproute2's `ip`."""
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+class TwoNodes:
+    """Starts processes on the nodes, and looks at the cable between them."""
+
+    def __init__(self, names, folder):
+        self.names, self.folder = names, folder
+
+    def start(self, node, *command, **options):
+        """Start a command on a node, as subprocess.Popen does. The process has the command's id, not a wrapper's."""
+        name_and_run = 'hostname "$0"; exec "$@"'  # each exec replaces the one before it
+        inside = ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "sh", "-c", name_and_run, f"node{node}"]
+        return subprocess.Popen([*inside, *map(str, command)], **options)
+
+    def start_torchrun(self, script, *arguments, options=(), **environment):
+        """Start torchrun with a script on both nodes, with two processes each: the command of a real cluster.
+
+        GLOO_SOCKET_IFNAME is not set: gloo listens on the address that the host's own name has, and the hosts files
+        give each name the address on the cable. Where a name stands for 127.0.0.1 it would be needed.
+        """
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 2]
+        torchrun += ["--rdzv_id", 1, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500", *options]
+        processes = []
+        for node in (0, 1):
+            # Into files: of several pipes, one could fill up while another is read.
+            files = [Path(self.folder, f"{stream}{node}") for stream in ("stdout", "stderr")]
+            with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
+                streams = {"stdout": stdout, "stderr": stderr}
+                command = [*torchrun, ROOT / script, *arguments]
+                processes.append(self.start(node, *command, env={**os.environ, **environment}, **streams))
+        return processes
+
+    def finish(self, processes, timeout):
+        """Wait for what `start_torchrun` started; after `timeout` seconds kill it. The finished processes, as text."""
+        deadline = time.monotonic() + timeout
+        try:
+            for process in processes:
+                process.wait(max(0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+        return [
+            subprocess.CompletedProcess(
+                process.args,
+                process.wait(),
+                Path(self.folder, f"stdout{node}").read_text(),
+                Path(self.folder, f"stderr{node}").read_text(),
+            )
+            for node, process in enumerate(processes)
+        ]
+
+    def torchrun(self, script, *arguments, timeout=300, **environment):
+        """`start_torchrun` and `finish` in one: the finished torchrun of each node."""
+        return self.finish(self.start_torchrun(script, *arguments, **environment), timeout)
+
+    def kill(self):
+        """Kill every process on the nodes. By node: torchrun's workers are in sessions of their own."""
+        while running := [int(pid) for name in self.names for pid in ip("netns", "pids", name).split()]:
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def sent_bytes(self, node):
+        """Bytes that a node has sent into the cable, headers included."""
+        return int(self.output(node, "cat", f"/sys/class/net/{CABLE}/statistics/tx_bytes"))
+
+    def limit(self, rate):
+        """Slow the cable down in both directions, to "1gbit" for example; None: as fast as the machine."""
+        for node in (0, 1):
+            self.output(node, *limit_command(rate))
+
+    def output(self, node, *command):
+        """What a command prints on a node."""
+        return ip("netns", "exec", self.names[node], *command)
+
+
+def limit_command(rate):
+    """The command that limits what this node sends: a token bucket, with room for one of the kernel's large packets."""
+    if rate is None:
+        return ["tc", "qdisc", "replace", "dev", CABLE, "root", "noqueue"]
+    return ["tc", "qdisc", "replace", "dev", CABLE, "root", "tbf", "rate", rate, "burst", "1mbit", "latency", "50ms"]
