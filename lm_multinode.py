@@ -863,7 +863,7 @@ def compare_strategies(args, world, config, load, metrics, tokens_to_mfu) -> Non
         row |= {"mfu": tokens_to_mfu(tokens_per_second) if tokens_to_mfu else "unknown", "step_seconds": seconds}
         row |= {"state_gb": common.format_gb(held), "peak_memory_gb": common.format_gb(peak)}
         row |= {"sent_gb_per_step": sent / 2**30, "leaves_node_gb_per_step": leaves_node / 2**30}
-        metrics.write("strategy", **row)
+        metrics.write("strategy", **row, all_step_seconds=times)
         rows.append(row)
     fitting = [row for row in rows if row["peak_memory_gb"] * 2**30 <= limit]
     if not fitting:
@@ -950,8 +950,8 @@ def main(args: argparse.Namespace, world: World) -> None:
         args,
         world,
         script=f"lm_multinode.py, {run_date}, torch {torch.__version__}, transformers {transformers.__version__}",
-        device=f"{world.device.type} ({world.backend}), {nodes} nodes, {world.world_size} processes of "
-        f"{torch.get_num_threads()} threads",
+        device=f"{world.device.type} ({world.backend}), nodes: {nodes}, processes: {world.world_size}, "
+        f"threads in each: {torch.get_num_threads()}",
         fsdp=f"version {args.fsdp_version}, {strategy}, "
         + ("" if args.compare_strategies else f"replicas x shards: {replicas} x {shards}, ")
         + ", ".join([f"{config.num_hidden_layers} layers and the root", *extras]),
@@ -1007,9 +1007,8 @@ def main(args: argparse.Namespace, world: World) -> None:
 
     if progress.step == 0:
         validate()  # what the model can do before training
-    profiler = contextlib.nullcontext()
+    profiler, trace = contextlib.nullcontext(), args.output_dir / "trace.json"
     if args.profile_steps and world.rank == 0:
-        trace = args.output_dir / "trace.json"
         profiler = profile(
             schedule=torch.profiler.schedule(wait=1, warmup=1, active=args.profile_steps, repeat=1),
             on_trace_ready=lambda finished: finished.export_chrome_trace(str(trace)),
@@ -1095,8 +1094,8 @@ def main(args: argparse.Namespace, world: World) -> None:
         folder = args.output_dir / f"lm-{progress.run_date}-step-{progress.step}"
         common.export_model(world, model, whole, tokenizer, folder)
         metrics.say(f"model      {folder} (load it with from_pretrained)")
-    if args.profile_steps:
-        metrics.say(f"trace      {args.output_dir / 'trace.json'} (open it in https://ui.perfetto.dev)")
+    if args.profile_steps and trace.exists():  # it takes two steps more than it records
+        metrics.say(f"trace      {trace} (open it in https://ui.perfetto.dev)")
     metrics.say(f"metrics    {metrics.path}")
 
 

@@ -45,7 +45,9 @@ def whole(tmp_path_factory):
         [*SETTINGS, *SAVING, "--fsdp-version", version, "--output-dir", path] for version, path in folders.items()
     ]
     run_many("lm_multinode", settings, PROCESSES)
-    assert all(len(losses(folder)) == STEPS for folder in folders.values())
+    for folder in folders.values():
+        assert len(losses(folder)) == STEPS and steps_of(folder) == [STEPS - EVERY, STEPS]
+        assert not list(folder.glob("lm-*"))  # --no-save-model
     return folders
 
 

@@ -35,7 +35,7 @@ def test_default_run_learns_and_exports_what_it_trained(tmp_path):
     """The README's command, cut from 300 to 60 steps."""
     options = ("--max-steps", 60, "--sample", "The class", "--output-dir", tmp_path)
     finished = succeed("lm_multinode.py", *options, processes=2)
-    first, *_, last = reports(tmp_path, "validation")
+    first, _, last = reports(tmp_path, "validation")
     assert first["perplexity"] > 1500 and last["perplexity"] < 700
     [settings] = reports(tmp_path, "settings")
     steps = reports(tmp_path, "step")
@@ -161,7 +161,7 @@ def bytes_by_hand(name, layers, root, processes, shards):
 def test_strategies_are_compared(tmp_path, version):
     """Rows for all that fit, the bytes by the formula, the state by the shards, and a line that names the fastest."""
     options = (*SMALL, "--compare-strategies", "--compare-steps", 1, "--fsdp-version", version, "--precision", "fp32")
-    options += ("--shards-per-replica", 2, "--output-dir", tmp_path)
+    options += ("--shards-per-replica", 2, "--peak-tflops", 0.5, "--output-dir", tmp_path)
     finished = succeed("lm_multinode.py", *options, processes=4, fork=True)
     rows = {row["strategy"]: row for row in reports(tmp_path, "strategy")}
     assert list(rows) == list(lm_multinode.STRATEGIES)
@@ -169,7 +169,10 @@ def test_strategies_are_compared(tmp_path, version):
     words = int(re.search(r"of ([\d,]+) tokens$", finished.stdout, re.M)[1].replace(",", ""))
     layer = 4 * hidden**2 + 3 * hidden * feed_forward + 2 * hidden
     root = 2 * words * hidden + hidden
+    flops = 6 * (layers * layer + root - words * hidden) + 12 * layers * hidden * 32
     for name, row in rows.items():
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * flops / (4 * 0.5e12))
+        assert len(row["all_step_seconds"]) == 1
         shards = {"NO_SHARD": 1, "FULL_SHARD": 4, "SHARD_GRAD_OP": 4}.get(name, 2)
         assert row["replicas_x_shards"] == f"{4 // shards} x {shards}"
         assert row["state_gb"] * 2**30 == pytest.approx(16 * (layers * layer + root) / shards, rel=0.02)
@@ -223,6 +226,9 @@ def test_bad_input_is_one_sentence(tmp_path):
         (("--seq-length", 99_999, *output), None, "less than one sequence; raise --num-validation-texts or lower"),
         (("--output-dir", tmp_path / "file"), 2, "cannot be written"),
     ]
+
+    if not torch.cuda.is_available():
+        as_forks.append((("--device", "cuda"), 2, "finds no such device; use --device cpu"))
 
     def finish(case):
         arguments, processes, _ = case
