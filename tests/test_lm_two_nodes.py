@@ -82,7 +82,7 @@ def on_two_nodes(nodes, tmp_path_factory):
     texts = [[str(argument) for argument in arguments] for arguments in settings]
     finished = nodes.torchrun("tests/run_many.py", "lm_multinode", json.dumps(texts))
     check(finished)
-    assert finished[0].stdout.count("2 nodes, 4 processes") == len(RUNS)
+    assert finished[0].stdout.count("nodes: 2, processes: 4") == len(RUNS)
     assert finished[0].stdout.count("replicas x shards: 2 x 2") == 3  # what the hybrids choose
     return folder
 
