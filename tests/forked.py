@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist
 FOLDER = Path(__file__).parent
 OURS = [path.stem for path in FOLDER.parent.glob("*.py")]
 CONTEXT = multiprocessing.get_context("forkserver")
+ONE_LAUNCH = threading.Lock()  # multiprocessing looks after the children of all threads in each, and not safely
 
 
 def start_server():
@@ -58,7 +60,7 @@ def launch(script, arguments, processes, environment, timeout, kill=None):
         shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         places = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
         environments = [environment | {name: str(value) for name, value in place.items()} for place in places]
-    with tempfile.TemporaryDirectory() as folder:
+    with ONE_LAUNCH, tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         for path in outputs:
             path.touch()

@@ -74,7 +74,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path):
         (name, (arguments, _, environment)) = case
         if "--output-dir" not in arguments:
             arguments = (*arguments, "--output-dir", tmp_path / "output" / name)
-        # The environment is PyTorch's, which reads it once, so that case starts as a user's does; and one without.
+        # Two cases start as a user's would: "zero", and the one whose environment PyTorch reads when it is imported.
         return run("t5_fsdp.py", *arguments, fork=not environment and name != "zero", **environment)
 
     expected = cases(tmp_path)
