@@ -897,6 +897,9 @@ def main(args: argparse.Namespace, world: World) -> None:
             f"{args.micro_batch_size} on {world.world_size} processes; {nearest} can"
         )
     args.accumulation = args.global_batch_size // at_once
+    if world.device.type == "cpu" and not args.compare_strategies:  # whose memory would count in the next one's peak
+        # Logits and their gradients are blocks of hundreds of MB in every micro-batch. Keep those too, -1: for good.
+        common.tune_malloc({common.M_MMAP_MAX: 0, common.M_TRIM_THRESHOLD: -1})
     mesh_shape(args, world)
     # On several nodes torchrun counts restarts on the node that lost a process only.
     args.resume = common.sum_over_ranks(torch.tensor([float(args.resume)], device=world.device))[0] > 0
