@@ -96,7 +96,7 @@ def write_c4_like(folder: Path, count: int) -> None:
 
 def allocate(ours: bool) -> None:
     """Set glibc's allocator as lm_multinode.py does, or to what it adapts to by itself for those who set nothing."""
-    own = {common.M_MMAP_MAX: 0 if ours else 65536, common.M_TRIM_THRESHOLD: 2**31 - 1 if ours else 2**26}
+    own = {common.M_MMAP_MAX: 0 if ours else 65536, common.M_TRIM_THRESHOLD: -1 if ours else 2**26}
     common.tune_malloc({common.M_MMAP_THRESHOLD: 2**25} | own)
 
 
