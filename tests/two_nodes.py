@@ -36,6 +36,8 @@ def two_nodes():
     # With this process's id, so that tests which run at the same time do not meet.
     names = [f"node{node}-{os.getpid()}" for node in (0, 1)]
     with contextlib.ExitStack() as cleanup:
+        # Left alone, a SIGTERM (of `timeout`, for example) would end this process without any cleaning up.
+        cleanup.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)))
         try:
             for name in names:
                 settings = Path("/etc/netns", name)  # `ip netns exec` shows its files in place of those in /etc
