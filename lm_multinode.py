@@ -77,7 +77,7 @@ warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`|T
 
 # Llama shapes by hidden size, width of the feed-forward part, layers, attention heads and their key-value heads.
 MODELS = {
-    "tiny": (192, 512, 4, 6, 6),
+    "tiny": (128, 352, 2, 4, 4),
     "150m": (1024, 2688, 12, 16, 16),  # the tutorial's PrimeIntellect/llama-150m-fresh
     "1b": (2048, 5632, 22, 32, 4),  # TinyLlama's shape
 }
@@ -126,12 +126,12 @@ PEAK_TFLOPS = {
 
 # What the bare command changes so that it learns in two minutes on two cores: (its own value, the recipe's).
 DEFAULTS = {
-    "micro_batch_size": (8, 8),
-    "global_batch_size": (32, 128),
+    "micro_batch_size": (4, 8),
+    "global_batch_size": (16, 128),
     "seq_length": (128, 1024),
-    "lr": (3e-3, 4e-4),
+    "lr": (5e-3, 4e-4),
     "warmup_steps": (20, 1000),
-    "max_steps": (300, 88_000),
+    "max_steps": (500, 88_000),
     "validate_every": (50, 1000),
     "num_validation_texts": (20, 500),
 }

@@ -131,10 +131,10 @@ def test_another_number_of_processes_keeps_weights_and_says_what_it_cannot_keep(
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 40 MB: room for one checkpoint of 31 MB, not for two."""
+    """A file system of 16 MB: room for one checkpoint of 11 MB, not for two."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], capture_output=True).returncode:
         assert "CI" not in os.environ, "CI must be able to mount a tmpfs"
         pytest.skip("no right to mount a tmpfs")
     yield folder

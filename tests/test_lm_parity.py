@@ -100,7 +100,7 @@ def plain(runs):
         if step > STEPS:
             break
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(step / 3, 0.1 + 0.45 * (1 + np.cos(np.pi * (step - 3) / (STEPS - 3))))
+            group["lr"] = 5e-3 * min(step / 3, 0.1 + 0.45 * (1 + np.cos(np.pi * (step - 3) / (STEPS - 3))))
         batches = [next(stream) for stream in streams]
         loss = loss_of(*(torch.from_numpy(np.stack([b[key] for b in batches])) for key in ("input_ids", "labels")))
         optimizer.zero_grad()
