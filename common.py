@@ -246,8 +246,11 @@ def setup_distributed(device_name: str, backend: str | None = None, store: dist.
         # torchrun keeps its store when it restarts the processes: under the old keys they would find the addresses of
         # processes that are gone.
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=options["timeout"])
-        store = dist.PrefixStore(agree_on_attempt(store, rank, world_size), store)
+        # 10 minutes: enough for slow imports, and a port that a firewall closes is named before the hour is over.
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(minutes=10))
+        attempt = agree_on_attempt(store, rank, world_size)
+        store.set_timeout(options["timeout"])
+        store = dist.PrefixStore(attempt, store)
     options |= {"store": store, "rank": rank, "world_size": world_size} if store else {}
     dist.init_process_group(backend, **options)
     return World(rank, local_rank, world_size, local_world_size, device, backend)
