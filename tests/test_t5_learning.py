@@ -1,4 +1,4 @@
-"""The bare command, as in the README but for two epochs instead of four: it learns, and its model can be loaded."""
+"""The bare command, as in the README but for one epoch instead of four: it learns, and its model can be loaded."""
 
 import re
 
@@ -15,14 +15,14 @@ import t5_fsdp
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("trained")
-    finished = succeed("t5_fsdp.py", "--epochs", 2, "--output-dir", output_dir, processes=2)
+    finished = succeed("t5_fsdp.py", "--epochs", 1, "--output-dir", output_dir, processes=2)
     return output_dir, finished.stdout
 
 
 def test_rouge_climbs(trained):
     before, *_, after = reports(trained[0], "epoch")
     assert before["rougeL"] < 0.2
-    assert after["rougeL"] > 0.6
+    assert after["rougeL"] > 0.5
     assert after["rouge1"] > 0.6 and after["rouge2"] > 0.4
     assert after["validation_loss"] < before["validation_loss"] / 10
 
