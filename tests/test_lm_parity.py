@@ -152,7 +152,8 @@ def test_other_settings_are_other_runs(runs, plain):
 @pytest.mark.parametrize("processes", [None, 3])
 def test_weights_and_validation_are_the_same_on_any_number_of_processes(plain, processes, tmp_path):
     options = ("--precision", "fp32", "--global-batch-size", 12, "--micro-batch-size", 2, "--max-steps", 1)
-    succeed("lm_multinode.py", *SETTINGS, *options, "--output-dir", tmp_path, processes=processes)
+    fork = processes is not None  # the other one starts as a user's would: by python alone
+    succeed("lm_multinode.py", *SETTINGS, *options, "--output-dir", tmp_path, processes=processes, fork=fork)
     first = reports(tmp_path, "validation")[0]
     assert first["validation_loss"] == pytest.approx(plain[2][0], abs=1e-5)
     assert first["perplexity"] == pytest.approx(np.exp(plain[2][0]), rel=1e-4)
