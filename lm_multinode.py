@@ -133,7 +133,7 @@ DEFAULTS = {
     "warmup_steps": (20, 1000),
     "max_steps": (500, 88_000),
     "validate_every": (50, 1000),
-    "num_validation_texts": (20, 500),
+    "num_validation_texts": (20, 500),  # by --dataset; the others by --model, whether it is tiny
 }
 
 # What a checkpoint must share with the run that resumes it, or it would be another run.
@@ -193,6 +193,8 @@ def parse_args() -> argparse.Namespace:
     add("--resume", "continue from the newest checkpoint, if there is one", False, action=flag)
 
     args = parser.parse_args()
+    by_dataset = {"num_validation_texts": DEFAULTS["num_validation_texts"]}
+    common.settle(args, by_dataset, args.dataset == "builtin")
     common.settle(args, DEFAULTS, args.model == "tiny")
     own = TOKENIZER if args.model in MODELS else args.model
     vars(args).setdefault("tokenizer", "builtin" if args.model in MODELS and args.dataset == "builtin" else own)
@@ -245,7 +247,7 @@ def load_config(
     if args.model in MODELS:
         hidden, feed_forward, layers, heads, key_value_heads = MODELS[args.model]
         return LlamaConfig(
-            vocab_size=num_tokens if args.model == "tiny" else max(VOCABULARY, num_tokens),
+            vocab_size=max(VOCABULARY, num_tokens) if args.model in ("150m", "1b") else num_tokens,
             hidden_size=hidden,
             intermediate_size=feed_forward,
             num_hidden_layers=layers,
@@ -961,10 +963,10 @@ def main(args: argparse.Namespace, world: World) -> None:
         precision=f"{args.precision}: compute in {param_dtype}, reduce gradients in {reduce_dtype}, update in float32",
         model=f"{args.model}, {num_parameters:,} parameters, "
         f"{num_parameters - sum(weight.numel() for weight in embeddings):,} without embeddings",
-        data=f"{args.dataset}, {source.num_shards:,} shards, {validation.shape[0]:,} sequences to validate, "
+        data=f"{args.dataset}, {source.num_shards:,} {'texts' if args.dataset == 'builtin' else 'files'}, {validation.shape[0]:,} sequences to validate, "
         f"tokenizer {args.tokenizer} of {len(tokenizer):,} tokens",
-        reading=f"every process reads all shards and keeps one text in {world.world_size}: faster with a multiple of "
-        f"{world.world_size} shards"
+        reading=f"every process reads all files and keeps one text in {world.world_size}: faster with a multiple of "
+        f"{world.world_size} files"
         if uneven
         else None,
         step=f"{args.global_batch_size} sequences of {args.seq_length} tokens: {args.accumulation} micro-batches of "

@@ -117,7 +117,7 @@ def test_local_shards_train_and_their_broken_records_are_reported(tmp_path):
     pattern = write_shards(tmp_path, [60, 60])
     options = (*SMALL, "--dataset", pattern, "--tokenizer", "builtin", "--max-steps", 2, "--output-dir", tmp_path / "o")
     finished = succeed("lm_multinode.py", *options, processes=2, fork=True)
-    assert "2 shards" in finished.stdout and "broken_records_skipped" not in finished.stdout
+    assert "2 files" in finished.stdout and "broken_records_skipped" not in finished.stdout
     with open(tmp_path / "c4.json", "w") as file:  # not packed, and only every second line is a record
         file.writelines('{"text": "a text of some words"}\n{"te\n' for _ in range(300))
     options = (*SMALL, "--dataset", tmp_path / "c4.json", "--tokenizer", "builtin", "--max-steps", 1)
