@@ -963,7 +963,8 @@ def main(args: argparse.Namespace, world: World) -> None:
         precision=f"{args.precision}: compute in {param_dtype}, reduce gradients in {reduce_dtype}, update in float32",
         model=f"{args.model}, {num_parameters:,} parameters, "
         f"{num_parameters - sum(weight.numel() for weight in embeddings):,} without embeddings",
-        data=f"{args.dataset}, {source.num_shards:,} {'texts' if args.dataset == 'builtin' else 'files'}, {validation.shape[0]:,} sequences to validate, "
+        data=f"{args.dataset}, {source.num_shards:,} {'texts' if args.dataset == 'builtin' else 'files'}, "
+        f"{validation.shape[0]:,} sequences to validate, "
         f"tokenizer {args.tokenizer} of {len(tokenizer):,} tokens",
         reading=f"every process reads all files and keeps one text in {world.world_size}: faster with a multiple of "
         f"{world.world_size} files"
