@@ -118,6 +118,17 @@ def positive_float(text: str) -> float:
     return value
 
 
+def non_negative_float(text: str) -> float:
+    """An argparse type: a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text!r}")
+    return value
+
+
 def exit_with_error(message: str) -> NoReturn:
     """Print one sentence on stderr and end this process with exit code 2.
 
@@ -873,7 +884,8 @@ def prepare_output_dir(world: World, output_dir: Path) -> None:
 def find_checkpoint(world: World, output_dir: Path, resume: bool, must_match: dict[str, Any]) -> Path | None:
     """The newest whole checkpoint to resume from, or None for a fresh start. A collective.
 
-    A damaged one (a file is missing or cut short) is named, set aside and left out.
+    A damaged one (a file is missing or cut short) is named, set aside and left out. A run that torchrun restarted
+    resumes without being asked to.
 
     Args:
         must_match: settings that a checkpoint must share with this run, or its weights or data are another run's.
@@ -882,6 +894,9 @@ def find_checkpoint(world: World, output_dir: Path, resume: bool, must_match: di
         UserError: a fresh run would mix with old checkpoints, they do not match, or not every process sees them.
     """
     folder = output_dir / "checkpoints"
+    # torchrun --max-restarts started these processes again after a failure. It counts that on the node that lost one.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    resume = sum_over_ranks(torch.tensor([float(resume or restarted)], device=world.device))[0] > 0
     answer: list[Any] = [None, None]  # the step to resume from, the error
     if world.rank == 0:
         steps = sorted_steps(folder)
@@ -1025,6 +1040,22 @@ def full_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if dist.get_rank() == 0:
             whole[name] = tensor.cpu()
     return whole
+
+
+def read_pretrained(read: Callable[[str], T], flag: str, name: str, part: str) -> T:
+    """What `read(name)` reads: the configuration, the tokenizer or the weights of a pretrained model.
+
+    Raises:
+        UserError: that there is no such `part` under the name that `flag` gave, and the reason.
+    """
+    try:
+        return read(name)
+    except Exception as error:  # a missing file, a missing package or the network: each library has its own
+        where = "in that folder" if Path(name).is_dir() else "in a local folder or on the Hugging Face Hub"
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{flag} {name}: no {part} could be read {where} ({reason}); check the name and the network"
+        ) from error
 
 
 def export_model(world: World, model: torch.nn.Module, whole: Any, tokenizer: Any, folder: Path) -> None:

@@ -81,14 +81,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers warns 
 # FSDP1 with nothing to shard says that it is deprecated; the first lines of the output say what is sharded.
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`|The `NO_SHARD` sharding strategy is")
 
-# Llama shapes by hidden size, width of the feed-forward part, layers, attention heads and their key-value heads.
+TOKENIZER = "mistralai/Mistral-7B-v0.1"  # of 32,000 tokens
+
+# Llama shapes: hidden size, width of the feed-forward part, layers, attention heads, their key-value heads, and the
+# least size of the vocabulary, which is the tokenizer's where that is larger.
 MODELS = {
-    "tiny": (128, 352, 2, 4, 4),
-    "150m": (1024, 2688, 12, 16, 16),  # the tutorial's PrimeIntellect/llama-150m-fresh
-    "1b": (2048, 5632, 22, 32, 4),  # TinyLlama's shape
+    "tiny": (128, 352, 2, 4, 4, 0),
+    "150m": (1024, 2688, 12, 16, 16, 32_000),  # PrimeIntellect/llama-150m-fresh, 214,983,680 parameters
+    "1b": (2048, 5632, 22, 32, 4, 32_000),  # TinyLlama's shape
 }
-VOCABULARY = 32_000  # of 150m and 1b, for Mistral's tokenizer: 150m then has the tutorial's 214,983,680 parameters
-TOKENIZER = "mistralai/Mistral-7B-v0.1"
 
 # In which type parameters are gathered and computed with, and in which gradients are reduced. Many processes add up
 # many small numbers, and bf16 has 8 bits for them: reduce in fp32. The optimizer updates fp32 shards.
@@ -168,7 +169,7 @@ def parse_args() -> argparse.Namespace:
     add("--seq-length", "tokens in a sequence", DEFAULTS["seq_length"], type=size)
     add("--lr", "highest learning rate of AdamW; then a cosine down to a tenth", DEFAULTS["lr"], type=number)
     add("--warmup-steps", "steps until the highest learning rate", DEFAULTS["warmup_steps"], type=count)
-    add("--weight-decay", "on matrices only", 0.1, type=number)
+    add("--weight-decay", "on matrices only", 0.1, type=common.non_negative_float)
     add("--max-grad-norm", "clip the norm of all gradients to this", 1.0, type=number)
     add("--seed", "of weights and data order", 1, type=count)
 
@@ -185,8 +186,13 @@ def parse_args() -> argparse.Namespace:
     add("--compare-strategies", "measure every strategy here, with this model, and end", False, action=flag)
     add("--compare-steps", "steps to measure for each of them", 5, type=size)
     text = "leave out strategies whose state needs more in a process, 0 for the device's memory"
-    add("--memory-limit-gb", text, 0.0, type=number)
-    add("--peak-tflops", "of one device, for MFU; 0: known GPUs by name, measured on a CPU", 0.0, type=number)
+    add("--memory-limit-gb", text, 0.0, type=common.non_negative_float)
+    add(
+        "--peak-tflops",
+        "of one device, for MFU; 0: known GPUs by name, measured on a CPU",
+        0.0,
+        type=common.non_negative_float,
+    )
     add("--profile-steps", "steps to trace for https://ui.perfetto.dev, 0 for none", 0, type=count)
 
     add("--log-every", "steps between reports", 10, type=size)
@@ -209,8 +215,6 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--shards-per-replica is for the hybrid strategies, not for {args.sharding_strategy}")
     if args.accumulate_sharded and not (hybrid and args.fsdp_version == 2):
         parser.error("--accumulate-sharded needs --fsdp-version 2 and a hybrid --sharding-strategy")
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-        args.resume = True  # torchrun --max-restarts started this process again after a failure
     return args
 
 
@@ -227,13 +231,7 @@ def load_tokenizer(args: argparse.Namespace, world: World) -> transformers.PreTr
         return common.train_tokenizer(world, builtin_texts()[0], vocab_size=2048, append_eos=False)
 
     def read():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-        except Exception as error:  # a missing file, or a missing package, depending on the kind of tokenizer
-            reason = str(error).strip().splitlines()[0]
-            raise common.UserError(
-                f"--tokenizer {args.tokenizer} could not be read ({reason}); name another, or builtin"
-            ) from error
+        tokenizer = common.read_pretrained(AutoTokenizer.from_pretrained, "--tokenizer", args.tokenizer, "tokenizer")
         if tokenizer.eos_token_id is None:
             raise common.UserError(f"--tokenizer {args.tokenizer} has no end-of-text token; name another")
         return tokenizer
@@ -251,9 +249,9 @@ def load_config(
     """
     num_tokens = len(tokenizer)
     if args.model in MODELS:
-        hidden, feed_forward, layers, heads, key_value_heads = MODELS[args.model]
+        hidden, feed_forward, layers, heads, key_value_heads, vocabulary = MODELS[args.model]
         return LlamaConfig(
-            vocab_size=max(VOCABULARY, num_tokens) if args.model in ("150m", "1b") else num_tokens,
+            vocab_size=max(vocabulary, num_tokens),
             hidden_size=hidden,
             intermediate_size=feed_forward,
             num_hidden_layers=layers,
@@ -264,13 +262,7 @@ def load_config(
             bos_token_id=None,  # texts are joined with nothing but the end-of-text token between them
             eos_token_id=tokenizer.eos_token_id,
         )
-    try:
-        config = AutoConfig.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        raise common.UserError(
-            f"--model {args.model}: no model configuration could be read in a local folder or on the Hugging Face Hub; "
-            f"check the name and the network, or use one of {', '.join(MODELS)}"
-        ) from error
+    config = common.read_pretrained(AutoConfig.from_pretrained, "--model", args.model, "model configuration")
     if num_tokens > config.vocab_size:
         raise common.UserError(
             f"--tokenizer {args.tokenizer} has {num_tokens:,} tokens and --model {args.model} knows "
@@ -318,9 +310,12 @@ def build(args: argparse.Namespace, world: World, config: transformers.Pretraine
     shard = shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1
     model = shard(model, make_mesh(args, world), args, initialize)
     if args.model not in MODELS:  # rank 0 reads the weights and sends one parameter at a time
-        weights = common.first_process_first(world, lambda: read_weights(args) if world.rank == 0 else None)
+        # fp32, whatever the files hold: FSDP keeps fp32 shards for the optimizer and casts what it gathers.
+        read = functools.partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+        read = functools.partial(common.read_pretrained, read, "--model", args.model, "weights")
+        weights = common.first_process_first(world, lambda: read().state_dict() if world.rank == 0 else {})
         broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, weights or {}, options=broadcast)
+        set_model_state_dict(model, weights, options=broadcast)
     pairs = list(zip(model.parameters(), is_matrix, strict=True))
     groups = [
         {"params": [parameter for parameter, matrix in pairs if matrix], "weight_decay": args.weight_decay},
@@ -328,15 +323,6 @@ def build(args: argparse.Namespace, world: World, config: transformers.Pretraine
     ]
     # After sharding: it must see the shards.
     return model, torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-
-
-def read_weights(args: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """A pretrained model's weights on this process's CPU, in fp32: FSDP casts what it gathers."""
-    try:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).state_dict()
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise common.UserError(f"--model {args.model}: its weights could not be read ({reason})") from error
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------
@@ -461,8 +447,8 @@ class PackedTexts(IterableDataset):
         self.source, self.tokenizer, self.args, self.world = source, tokenizer, args, world
         self.position = position
 
-    def tokenized_texts(self) -> Iterator[tuple[dict, np.ndarray]]:
-        """Yield the position and the tokens of each text, beginning at `self.position`."""
+    def tokenized_texts(self) -> Iterator[tuple[dict, int, np.ndarray]]:
+        """Yield the position of each text from `self.position` on, the records skipped until then, and its tokens."""
         at = {**self.position, "token": 0}
         while True:
             source = split_dataset_by_node(self.source, self.world.rank, self.world.world_size)
@@ -483,7 +469,7 @@ class PackedTexts(IterableDataset):
                     some = order[begin : begin + 64]
                     tokens = tokenize(self.tokenizer, [block[i] for i in some])
                     for number, text in enumerate(tokens, begin):
-                        yield {**at, "text": number, "skipped_in_block": skipped}, text
+                        yield {**at, "text": number}, skipped, text
                 # Not before the first block: a source that was given a state does not tell it until it is read.
                 at = {**at, "source": source.state_dict(), "block": at["block"] + 1, "text": 0, "skipped": skipped}
             if not found and at["block"] == 0:
@@ -492,25 +478,24 @@ class PackedTexts(IterableDataset):
 
     def __iter__(self) -> Iterator[dict]:
         batch, length = self.args.micro_batch_size, self.args.seq_length
-        pending: deque[tuple[dict, np.ndarray]] = deque()
+        pending: deque[tuple[dict, int, np.ndarray]] = deque()
         total, offset = 0, self.position["token"]  # tokens pending, and those of the first text that are used up
         try:
-            for position, tokens in self.tokenized_texts():
-                pending.append((position, tokens))
-                total += len(tokens)
+            for text in self.tokenized_texts():
+                pending.append(text)
+                total += len(text[-1])
                 while total - offset > batch * length:
                     # One more than the inputs: every token is also a target, across sequences too.
-                    some = np.concatenate([tokens for _, tokens in pending])[offset : offset + batch * length + 1]
+                    some = np.concatenate([tokens for *_, tokens in pending])[offset : offset + batch * length + 1]
                     offset += batch * length
-                    while offset >= len(pending[0][1]):
-                        total -= len(pending[0][1])
-                        offset -= len(pending.popleft()[1])
-                    now = {**pending[0][0], "token": offset}
-                    skipped = now.pop("skipped_in_block")
+                    while offset >= len(pending[0][-1]):
+                        total -= len(pending[0][-1])
+                        offset -= len(pending.popleft()[-1])
+                    position, skipped, _ = pending[0]
                     yield {
                         "input_ids": some[:-1].reshape(batch, length),
                         "labels": some[1:].reshape(batch, length),
-                        "position": now,
+                        "position": {**position, "token": offset},
                         "skipped": skipped,
                     }
         except common.UserError as error:
@@ -917,8 +902,6 @@ def main(args: argparse.Namespace, world: World) -> None:
         # Logits and their gradients are blocks of hundreds of MB in every micro-batch. Keep those too, -1: for good.
         common.tune_malloc({common.M_MMAP_MAX: 0, common.M_TRIM_THRESHOLD: -1})
     mesh_shape(args, world)
-    # On several nodes torchrun counts restarts on the node that lost a process only.
-    args.resume = common.sum_over_ranks(torch.tensor([float(args.resume)], device=world.device))[0] > 0
     must_match = {name: getattr(args, name) for name in MUST_MATCH}
     common.first_process_first(world, lambda: common.prepare_output_dir(world, args.output_dir))
     checkpoint = None

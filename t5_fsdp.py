@@ -27,7 +27,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import shutil
 import textwrap
 import time
@@ -180,8 +179,6 @@ def parse_args() -> argparse.Namespace:
     common.settle(args, DEFAULTS, args.model == "builtin")
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
         parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre (its default) and none")
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-        args.resume = True  # torchrun --max-restarts started this process again after a failure
     return args
 
 
@@ -194,22 +191,12 @@ def load_config_and_tokenizer(name: str) -> tuple[T5Config, PreTrainedTokenizerB
     Raises:
         common.UserError: nothing is found under that name, or it is not a T5.
     """
-    where = "in that folder" if Path(name).is_dir() else "in a local folder or on the Hugging Face Hub"
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise common.UserError(
-            f"--model {name}: no model configuration could be read {where}; check the name and the network"
-        ) from error
+    config = common.read_pretrained(AutoConfig.from_pretrained, "--model", name, "model configuration")
     if config.model_type != "t5":
         raise common.UserError(
             f"--model {name} is a {config.model_type}, not a T5; this script shards T5Blocks, so choose a T5 or FLAN-T5"
         )
-    try:
-        return config, AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # a missing file, or a missing package, depending on the kind of tokenizer
-        reason = str(error).strip().splitlines()[0]
-        raise common.UserError(f"--model {name}: its tokenizer could not be read {where} ({reason})") from error
+    return config, common.read_pretrained(AutoTokenizer.from_pretrained, "--model", name, "tokenizer")
 
 
 def builtin_config(vocab_size: int) -> T5Config:
@@ -252,12 +239,9 @@ def load_weights(args: argparse.Namespace, config: T5Config) -> T5ForConditional
     if args.model == "builtin":
         torch.manual_seed(args.seed)
         return T5ForConditionalGeneration(config)
-    try:
-        # fp32, whatever the files hold: FSDP keeps fp32 shards for the optimizer and casts what it gathers.
-        return T5ForConditionalGeneration.from_pretrained(args.model, dtype=torch.float32)
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise common.UserError(f"--model {args.model}: its weights could not be read ({reason})") from error
+    # fp32, whatever the files hold: FSDP keeps fp32 shards for the optimizer and casts what it gathers.
+    read = functools.partial(T5ForConditionalGeneration.from_pretrained, dtype=torch.float32)
+    return common.read_pretrained(read, "--model", args.model, "weights")
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------

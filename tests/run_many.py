@@ -43,6 +43,16 @@ if "infinite-loss" in sys.argv:
     script.summed_loss = infinite_once
 if "graphs-only" in sys.argv:
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+if "out-of-memory" in sys.argv:
+    train_step = script.train_step
+
+    def too_large(args, *arguments):
+        """A step that does not fit under FULL_SHARD."""
+        if args.sharding_strategy == "FULL_SHARD":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return train_step(args, *arguments)
+
+    script.train_step = too_large
 gc.freeze()  # the many objects of the imports: going through them each time takes longer than a small run
 for arguments in json.loads(sys.argv[2]):
     sys.argv = [f"{script.__name__}.py", *arguments]

@@ -90,7 +90,7 @@ def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
     labels = np.concatenate([batch["labels"].ravel() for batch in batches])
     assert batches[0]["input_ids"].shape == (2, 16) and (labels[:-1] == inputs[1:]).all()
     texts = itertools.islice(packed_texts(args, tokenizer).tokenized_texts(), 200)
-    expected = np.concatenate([tokens for _, tokens in texts])
+    expected = np.concatenate([tokens for *_, tokens in texts])
     assert (inputs == expected[: len(inputs)]).all() and (expected == tokenizer.eos_token_id).sum() == 200
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 from conftest import reports, run, run_many, succeed
 
-PROCESSES, STEPS, EVERY = 4, 24, 3
+PROCESSES, STEPS, EVERY = 4, 48, 3
 SETTINGS = (
     *("--seq-length", 32, "--global-batch-size", 16, "--micro-batch-size", 2, "--max-steps", STEPS, "--log-every", 1),
     *("--warmup-steps", 3, "--num-validation-texts", 3, "--shuffle-buffer", 20, "--validate-every", 1000),
@@ -85,10 +85,8 @@ def test_ten_kills_at_random_moments_lose_nothing(whole, tmp_path):
         new = steps_in(tmp_path)[before:]
         assert new[:1] in ([], [begins + 1])  # nothing before the newest checkpoint was done again
         in_saves += any((tmp_path / "checkpoints").glob("*.partial"))
-        if rank is not None and finished.returncode == 0:
-            break  # it was done before the kill
         assert finished.returncode == (0 if rank is None else -signal.SIGKILL), finished.stderr[-2000:]
-    assert attempt >= 6 and in_saves >= 2  # enough of them did hit
+    assert in_saves >= 2
     assert losses(tmp_path) == losses(whole[2])
 
 

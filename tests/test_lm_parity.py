@@ -42,7 +42,7 @@ OTHER = {
     "fsdp2 bf16": (*SHORT, "--precision", "bf16"),
     "fsdp1 bf16": (*SHORT, "--precision", "bf16", "--fsdp-version", 1),
     "other seed": (*SHORT, "--seed", 2),
-    "no decay": (*SHORT, "--weight-decay", 1e-9),
+    "no decay": (*SHORT, "--weight-decay", 0),
     "no clipping": (*SHORT, "--max-grad-norm", 1e9),
     "other block": (*SHORT, "--shuffle-buffer", 5),
 }

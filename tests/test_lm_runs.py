@@ -2,12 +2,11 @@
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 import pytest
-from conftest import make_model, reports, run, run_many, succeed
+from conftest import check_bad_input, make_model, reports, run, run_many, succeed
 from test_lm_data import write_shards
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -58,11 +57,11 @@ def test_document_shapes_have_the_documents_parameters():
         ("150m", 214_983_680, 149_447_680),
         ("1b", 1_100_048_384, 968_976_384),
     ):
-        hidden, feed_forward, layers, heads, key_value_heads = lm_multinode.MODELS[name]
+        hidden, feed_forward, layers, heads, key_value_heads, vocabulary = lm_multinode.MODELS[name]
         with torch.device("meta"):
             model = LlamaForCausalLM(
                 LlamaConfig(
-                    vocab_size=lm_multinode.VOCABULARY,
+                    vocab_size=vocabulary,
                     hidden_size=hidden,
                     intermediate_size=feed_forward,
                     num_hidden_layers=layers,
@@ -71,7 +70,7 @@ def test_document_shapes_have_the_documents_parameters():
                 )
             )
         assert model.num_parameters() == parameters
-        assert parameters - 2 * lm_multinode.VOCABULARY * hidden == without_embeddings
+        assert parameters - 2 * vocabulary * hidden == without_embeddings
 
 
 @pytest.fixture(scope="session")
@@ -194,6 +193,13 @@ def test_what_does_not_fit_or_is_the_same_is_left_out(tmp_path):
     assert finished.returncode == 2 and "no strategy fits into 0.01 GB; try" in finished.stderr  # Python alone is more
 
 
+def test_a_strategy_that_runs_out_of_memory_is_left_out(tmp_path):
+    options = (*SMALL, "--compare-strategies", "--compare-steps", 1, "--output-dir", tmp_path)
+    finished = run_many("lm_multinode", [options], 2, "out-of-memory")
+    assert "left out   FULL_SHARD: out of memory" in finished.stdout
+    assert [row["strategy"] for row in reports(tmp_path, "strategy")] == ["NO_SHARD", "SHARD_GRAD_OP"]
+
+
 def test_bad_input_is_one_sentence(tmp_path):
     """Exit code 2 and one line on stderr without a traceback; torchrun adds its own report below."""
     output = ("--output-dir", tmp_path / "output")
@@ -209,6 +215,7 @@ def test_bad_input_is_one_sentence(tmp_path):
     ]
     as_forks = [
         (("--global-batch-size", 3, *output), None, "into micro-batches of 4 on 1 processes; 4 can"),
+        (("--weight-decay", -1), None, "--weight-decay: must be a number of at least 0, not '-1'"),
         (("--shards-per-replica", 2), None, "is for the hybrid strategies, not for FULL_SHARD"),
         (("--accumulate-sharded",), None, "needs --fsdp-version 2 and a hybrid --sharding-strategy"),
         (
@@ -223,7 +230,11 @@ def test_bad_input_is_one_sentence(tmp_path):
         ),
         (("--dataset", tmp_path / "absent*", "--tokenizer", "builtin", *output), 2, "no such file; builtin and c4"),
         (("--dataset", "c4", "--tokenizer", "builtin", *output), 2, "c4 could not be read from the Hugging Face Hub"),
-        (("--dataset", "c4", *output), 2, "--tokenizer mistralai/.* could not be read .* name another, or builtin"),
+        (
+            ("--dataset", "c4", *output),
+            2,
+            "--tokenizer mistralai/.* no tokenizer could be read in a local folder or on the Hugging .*; check",
+        ),
         (("--model", "absent", "--tokenizer", "builtin", *output), None, "no model configuration could be read"),
         (
             ("--model", t5, "--tokenizer", "builtin", *output),
@@ -237,16 +248,4 @@ def test_bad_input_is_one_sentence(tmp_path):
 
     if not torch.cuda.is_available():
         as_forks.append((("--device", "cuda"), 2, "finds no such device; use --device cpu"))
-
-    def finish(case):
-        arguments, processes, _ = case
-        fork = case in as_forks
-        return case, fork, run("lm_multinode.py", *arguments, processes=processes, fork=fork, timeout=120)
-
-    with ThreadPoolExecutor(2) as pool:
-        for (arguments, processes, sentence), fork, finished in pool.map(finish, as_users + as_forks):
-            errors = [line for line in finished.stderr.splitlines() if line.startswith("lm_multinode.py: error: ")]
-            assert len(errors) == 1 and re.search(sentence, errors[0]), (arguments, finished.stderr)
-            under_torchrun = processes and not fork
-            assert finished.returncode == 2 or (under_torchrun and finished.returncode != 0)
-            assert under_torchrun or "Traceback" not in finished.stderr, finished.stderr
+    check_bad_input("lm_multinode.py", as_users, as_forks)

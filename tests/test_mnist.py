@@ -1,11 +1,9 @@
 """mnist_fsdp.py from the command line: the comparison, the data, the units, processes without torchrun."""
 
 import gzip
-import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn as nn
@@ -13,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 import pytest
-from conftest import ROOT, reports, run, run_many, succeed, write_idx, write_mnist
+from conftest import ROOT, check_bad_input, reports, run_many, succeed, write_idx, write_mnist
 from safetensors.torch import load_file
 
 import common
@@ -250,19 +248,7 @@ def test_bad_input_is_one_sentence(tmp_path, small_mnist):
     ]
     if not torch.cuda.is_available():
         as_forks.append((("--device", "cuda"), 2, "finds no such device; use --device cpu"))
-
-    def finish(case):
-        arguments, processes, _ = case
-        fork = case in as_forks
-        return case, fork, run("mnist_fsdp.py", *arguments, processes=processes, fork=fork, timeout=120, **offline)
-
-    with ThreadPoolExecutor(2) as pool:
-        for (arguments, processes, sentence), fork, finished in pool.map(finish, as_users + as_forks):
-            errors = [line for line in finished.stderr.splitlines() if line.startswith("mnist_fsdp.py: error: ")]
-            assert len(errors) == 1 and re.search(sentence, errors[0]), (arguments, finished.stderr)
-            under_torchrun = processes and not fork
-            assert finished.returncode == 2 or (under_torchrun and finished.returncode != 0)
-            assert under_torchrun or "Traceback" not in finished.stderr, finished.stderr
+    check_bad_input("mnist_fsdp.py", as_users, as_forks, **offline)
 
 
 SMALL_SCRIPT = """
