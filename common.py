@@ -5,6 +5,7 @@ file holds the plumbing they would otherwise repeat.
 """
 
 import argparse
+import atexit
 import contextlib
 import csv
 import ctypes
@@ -13,6 +14,8 @@ import hashlib
 import inspect
 import json
 import logging
+import math
+import multiprocessing
 import os
 import random
 import re
@@ -115,17 +118,6 @@ def positive_float(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return value
-
-
-def non_negative_float(text: str) -> float:
-    """An argparse type: a finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text!r}")
     return value
 
 
@@ -342,6 +334,35 @@ def first_process_first(world: World, function: Callable[[], T]) -> T:
             if message is not None:
                 raise UserError(message)
     return result
+
+
+class StopRequests:
+    """A cluster's SIGTERM asks for room: the run saves after the step it is in and leaves."""
+
+    def __init__(self, world: World) -> None:
+        self.received = False
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "received", True))
+        # The host's flags travel apart from the device's work, for which they would have to wait.
+        self.group = None if world.backend == "gloo" else dist.new_group(backend="gloo")
+
+    def any_rank(self) -> bool:
+        """Whether any rank was asked to stop: then all do. A collective."""
+        flag = torch.tensor(float(self.received))
+        dist.all_reduce(flag, group=self.group)
+        return flag.item() > 0
+
+
+def ignore_signals(_: int) -> None:
+    """For data workers: they must outlive the SIGTERM that a cluster sends to every process, until the save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@atexit.register
+def kill_workers() -> None:
+    """After an error Python would send a data worker a SIGTERM, which it ignores, and wait for its end forever."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -795,6 +816,22 @@ def sum_over_ranks(values: torch.Tensor) -> list[float]:
     return total.tolist()
 
 
+def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The values (count,) of every rank: (ranks, count), fp64, on the CPU. A collective and a wait, as above."""
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values)
+    return torch.stack(rows).double().cpu()
+
+
+def check_losses(first_bad_steps: torch.Tensor) -> None:
+    """Raise a `UserError` unless every rank's first step with a loss that is not finite is still to come (inf)."""
+    if (step := first_bad_steps.min().item()) < math.inf:
+        raise UserError(
+            f"the loss is not finite at step {int(step)} on rank {first_bad_steps.argmin().item()}; start again with a "
+            "lower --lr, without --precision fp16 if that was set, or look at the data of this step"
+        )
+
+
 def format_value(value: float | str) -> str:
     """A number with as many digits as help: whole numbers with commas, losses with 4 digits, rates with 1."""
     if isinstance(value, str):
@@ -818,9 +855,11 @@ class Metrics:
         if self.speaks:
             print(*text, flush=True)
 
-    def start_block(self, args: argparse.Namespace, world: World, **lines: str | None) -> None:
-        """Print what runs, a line each, without the empty ones; write every setting to `metrics.jsonl`."""
-        for name, text in lines.items():
+    def start_block(self, args: argparse.Namespace, world: World, script: str, **lines: str | None) -> None:
+        """Print what runs and where, a line each, without the empty ones; write every setting to `metrics.jsonl`."""
+        device = f"{world.device.type} ({world.backend}), nodes: {world.world_size // world.local_world_size}, "
+        device += f"processes: {world.world_size}, threads in each: {torch.get_num_threads()}"
+        for name, text in {"script": script, "device": device, **lines}.items():
             if text:
                 self.say(f"{name.replace('_', ' '):<10} {text}")
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}

@@ -22,7 +22,6 @@ in one), and FSDP2 is the default because FSDP1 is deprecated.
 """
 
 import argparse
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -30,9 +29,7 @@ import gc
 import glob
 import json
 import math
-import multiprocessing
 import os
-import signal
 import statistics
 import time
 import warnings
@@ -63,6 +60,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 import datasets
@@ -82,6 +80,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or tokenizers warns 
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`|The `NO_SHARD` sharding strategy is")
 
 TOKENIZER = "mistralai/Mistral-7B-v0.1"  # of 32,000 tokens
+CHUNK = 1024  # tokens whose logits exist at once with --chunked-loss: 131 MB for 32,000 tokens in fp32
 
 # Llama shapes: hidden size, width of the feed-forward part, layers, attention heads, their key-value heads, and the
 # least size of the vocabulary, which is the tokenizer's where that is larger.
@@ -150,6 +149,17 @@ MUST_MATCH = (
 )
 
 
+def non_negative_float(text: str) -> float:
+    """An argparse type: a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text!r}")
+    return value
+
+
 def parse_args() -> argparse.Namespace:
     parser = common.ArgumentParser(description="Pretrain a language model with FSDP on one or many nodes.")
     count, size, number = common.non_negative_int, common.positive_int, common.positive_float
@@ -169,9 +179,9 @@ def parse_args() -> argparse.Namespace:
     add("--seq-length", "tokens in a sequence", DEFAULTS["seq_length"], type=size)
     add("--lr", "highest learning rate of AdamW; then a cosine down to a tenth", DEFAULTS["lr"], type=number)
     add("--warmup-steps", "steps until the highest learning rate", DEFAULTS["warmup_steps"], type=count)
-    add("--weight-decay", "on matrices only", 0.1, type=common.non_negative_float)
+    add("--weight-decay", "on matrices only", 0.1, type=non_negative_float)
     add("--max-grad-norm", "clip the norm of all gradients to this", 1.0, type=number)
-    add("--seed", "of weights and data order", 1, type=count)
+    add("--seed", "of weights, data order and dropout", 1, type=count)
 
     add("--fsdp-version", "2: fully_shard; 1: FullyShardedDataParallel", 2, type=int, choices=(1, 2))
     add("--sharding-strategy", "see STRATEGIES in the script", "FULL_SHARD", choices=STRATEGIES)
@@ -181,17 +191,19 @@ def parse_args() -> argparse.Namespace:
     add("--precision", "auto: bf16 if native, else fp32", "auto", choices=("auto", *PRECISIONS))
     add("--activation-checkpointing", "recompute each decoder layer in backward", False, action=flag)
     add("--compile", "torch.compile each decoder layer", False, action=flag)
+    add("--chunked-loss", f"compute logits for {CHUNK:,} tokens at a time: less memory", False, action=flag)
+    add("--print-model", "print the wrapped model once", False, action=flag)
     add("--device", "where to train", "auto", choices=("auto", "cpu", "cuda", "xpu", "mps"))
 
     add("--compare-strategies", "measure every strategy here, with this model, and end", False, action=flag)
     add("--compare-steps", "steps to measure for each of them", 5, type=size)
     text = "leave out strategies whose state needs more in a process, 0 for the device's memory"
-    add("--memory-limit-gb", text, 0.0, type=common.non_negative_float)
+    add("--memory-limit-gb", text, 0.0, type=non_negative_float)
     add(
         "--peak-tflops",
         "of one device, for MFU; 0: known GPUs by name, measured on a CPU",
         0.0,
-        type=common.non_negative_float,
+        type=non_negative_float,
     )
     add("--profile-steps", "steps to trace for https://ui.perfetto.dev, 0 for none", 0, type=count)
 
@@ -295,11 +307,36 @@ def initial_values(index: int, shape: torch.Size, std: float, seed: int, device:
     return torch.empty(shape, device=device).normal_(0, std, generator=generator)
 
 
+def return_chunked_loss(model: nn.Module) -> None:
+    """Let the model's forward return the summed loss when it gets `targets`, from logits that never exist as a whole.
+
+    Chunks of tokens go through output layer and cross-entropy one by one, and again in backward. It must be in forward,
+    where FSDP gathers the root unit with the output layer's weight. PyTorch's own F.linear_cross_entropy (2.13) spares
+    the second pass, but in bf16 its sum was off by several percent on a CPU with torch 2.15.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)  # generate() looks at its parameters
+    def forward_or_loss(*args, targets: torch.Tensor | None = None, **kwargs):
+        if targets is None:
+            return forward(*args, **kwargs)
+        hidden = model.model(*args, **kwargs).last_hidden_state.flatten(0, 1)
+        chunks = zip(hidden.split(CHUNK), targets.flatten().split(CHUNK), strict=True)
+        return sum(checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks)
+
+    def loss_of_chunk(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model.lm_head(hidden).float(), targets, ignore_index=-100, reduction="sum")
+
+    model.forward = forward_or_loss
+
+
 def build(args: argparse.Namespace, world: World, config: transformers.PretrainedConfig) -> tuple:
     """The sharded model and its optimizer. The order of these lines matters. A collective."""
     model = skeleton(args, config, world.device)
     is_matrix = [parameter.dim() > 1 for parameter in model.parameters()]  # FSDP1 will make all of them flat
     layer_class = type(model.model.layers[0])
+    if args.chunked_loss:
+        return_chunked_loss(model)
     if args.activation_checkpointing:  # inside the units, so that recomputing needs no gathering of its own
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer_class))
     if args.compile:
@@ -502,19 +539,6 @@ class PackedTexts(IterableDataset):
             yield {"error": str(error)}  # raised here, it would arrive as a traceback
 
 
-def ignore_signals(_: int) -> None:
-    """A data worker must outlive the SIGTERM that a cluster sends to every process, until the last batch is used."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@atexit.register
-def kill_workers() -> None:
-    """After an error Python would send a data worker a SIGTERM, which it ignores, and wait for its end forever."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
-
-
 def load_batches(texts: PackedTexts, world: World, num_ahead: int) -> Iterator[dict]:
     """Yield this rank's micro-batches on its device: (micro_batch_size, seq_length) each, with the position behind.
 
@@ -526,7 +550,7 @@ def load_batches(texts: PackedTexts, world: World, num_ahead: int) -> Iterator[d
         num_workers=1,
         prefetch_factor=num_ahead,
         pin_memory=world.device.type != "cpu",
-        worker_init_fn=ignore_signals,
+        worker_init_fn=common.ignore_signals,
         generator=torch.Generator(),  # else it draws from the global one
     )
     for batch in loader:
@@ -674,8 +698,10 @@ class Progress:
     steps_since_report: int = 0
 
 
-def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor], chunked: bool = False) -> torch.Tensor:
     """Cross-entropy summed over the tokens of a batch that have a target: a 0-d tensor."""
+    if chunked:
+        return model(input_ids=batch["input_ids"], use_cache=False, targets=batch["labels"])
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     targets = batch["labels"].flatten()
     return F.cross_entropy(logits.float().flatten(0, 1), targets, ignore_index=-100, reduction="sum")
@@ -710,7 +736,7 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
             model.set_requires_all_reduce(is_last)
             model.set_reshard_after_backward(is_last or strategy.reshard)  # ZeRO-2 gathers parameters once a step
         with model.no_sync() if args.fsdp_version == 1 and not is_last else contextlib.nullcontext():
-            loss = summed_loss(model, batch)
+            loss = summed_loss(model, batch, args.chunked_loss)
             # FSDP averages gradients over ranks. Times world_size and over all tokens of the step, that average is the
             # gradient of the mean over the global batch, as if one process held it.
             (loss * world.world_size / tokens).backward()
@@ -736,7 +762,7 @@ def evaluate(args, world, model, sequences) -> float:
         batch = {"input_ids": batch[:, :-1].to(world.device), "labels": batch[:, 1:].to(world.device)}
         if not len(own):
             batch["labels"] = torch.full_like(batch["labels"], -100)
-        total += summed_loss(model, batch)
+        total += summed_loss(model, batch, args.chunked_loss)
     model.train()
     [loss_sum] = common.sum_over_ranks(total[None])
     return loss_sum / sequences[:, 1:].numel()
@@ -886,8 +912,7 @@ def compare_strategies(args, world, config, load, metrics, tokens_to_mfu) -> Non
 
 
 def main(args: argparse.Namespace, world: World) -> None:
-    stopping = []  # a cluster's SIGTERM asks for room: save at the next step and leave
-    signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
+    stop_requests = common.StopRequests(world)
     args.precision = common.choose_precision(args.precision, world.device)
     at_once = args.micro_batch_size * world.world_size
     if args.global_batch_size % at_once:
@@ -936,16 +961,17 @@ def main(args: argparse.Namespace, world: World) -> None:
     strategy = "every strategy in turn" if args.compare_strategies else args.sharding_strategy
     replicas, shards = mesh_shape(args, world)
     param_dtype, reduce_dtype = (str(dtype).removeprefix("torch.") for dtype in PRECISIONS[args.precision])
-    extras = [name for name in ("activation_checkpointing", "compile", "accumulate_sharded") if getattr(args, name)]
-    nodes = world.world_size // world.local_world_size
+    extras = [
+        name
+        for name in ("activation_checkpointing", "compile", "chunked_loss", "accumulate_sharded")
+        if getattr(args, name)
+    ]
     run_date = common.date_of_run()
     uneven = source.num_shards % world.world_size and args.dataset != "builtin"
     metrics.start_block(
         args,
         world,
         script=f"lm_multinode.py, {run_date}, torch {torch.__version__}, transformers {transformers.__version__}",
-        device=f"{world.device.type} ({world.backend}), nodes: {nodes}, processes: {world.world_size}, "
-        f"threads in each: {torch.get_num_threads()}",
         fsdp=f"version {args.fsdp_version}, {strategy}, "
         + ("" if args.compare_strategies else f"replicas x shards: {replicas} x {shards}, ")
         + ", ".join([f"{config.num_hidden_layers} layers and the root", *extras]),
@@ -972,10 +998,15 @@ def main(args: argparse.Namespace, world: World) -> None:
 
     # ---- Model, resume
     model, optimizer = build(args, world, config)
+    if args.print_model:
+        metrics.say(str(model))
+    torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout, if there is any, has one per rank
     progress, position = Progress(run_date), START
     window = torch.tensor([0.0, math.inf], device=world.device)  # since the last report: loss sum, first bad step
     if checkpoint:
-        saved = common.load_checkpoint(checkpoint, model, optimizer, {"window": window}, world)
+        rank_state = {"window": window, **common.random_states(world.device)}
+        saved = common.load_checkpoint(checkpoint, model, optimizer, rank_state, world)
+        common.set_random_states(world.device, rank_state)
         progress = Progress(**saved["progress"])
         position = saved["positions"][world.rank] if saved["world_size"] == world.world_size else None
         if position is None:
@@ -991,9 +1022,8 @@ def main(args: argparse.Namespace, world: World) -> None:
         dist.all_gather_object(positions, position)
         state = {"progress": dataclasses.asdict(progress), "must_match": must_match, "positions": positions}
         folder = args.output_dir / "checkpoints"
-        common.save_checkpoint(
-            folder, progress.step, model, optimizer, {"window": window}, state, world, args.keep_checkpoints
-        )
+        tensors = {"window": window, **common.random_states(world.device)}
+        common.save_checkpoint(folder, progress.step, model, optimizer, tensors, state, world, args.keep_checkpoints)
 
     def validate() -> None:
         loss = evaluate(args, world, model, validation)
@@ -1008,8 +1038,6 @@ def main(args: argparse.Namespace, world: World) -> None:
             schedule=torch.profiler.schedule(wait=1, warmup=1, active=args.profile_steps, repeat=1),
             on_trace_ready=lambda finished: finished.export_chrome_trace(str(trace)),
         )
-    # The host's flags travel apart from the device's work, for which they would have to wait.
-    control = None if world.backend == "gloo" else dist.new_group(backend="gloo")
 
     # ---- Steps
     common.reset_peak_memory(world.device)
@@ -1032,36 +1060,26 @@ def main(args: argparse.Namespace, world: World) -> None:
             steps, waited = steps + 1, waited + wait
             bad_step = torch.where(torch.isfinite(loss_sum), math.inf, float(step))
             window = torch.stack([window[0] + loss_sum, torch.minimum(window[1], bad_step)])
-            stops = torch.tensor(float(bool(stopping)))
-            dist.all_reduce(stops, group=control)  # one process was asked to stop: all do
+            stops = stop_requests.any_rank()
             is_last = step == args.max_steps
             reports = is_last or step % args.log_every == 0
-            saves = stops > 0 or (args.checkpoint_every and (is_last or step % args.checkpoint_every == 0))
+            saves = stops or (args.checkpoint_every and (is_last or step % args.checkpoint_every == 0))
             if reports or saves:
-                rows = [torch.empty(4, device=world.device) for _ in range(world.world_size)]
                 extra = torch.tensor([waited, float(batch["skipped"])], device=world.device)
-                dist.all_gather(rows, torch.cat([window, extra]))
-                sums = torch.stack(rows).double().cpu()
-                if sums[:, 1].min() < math.inf:  # before saving: the newest checkpoint must stay usable
-                    rank = sums[:, 1].argmin().item()
-                    raise common.UserError(
-                        f"the loss is not finite at step {int(sums[rank, 1])} on rank {rank}; start again with a lower "
-                        "--lr, or look at the data of this step"
-                    )
+                rows = common.gather_over_ranks(torch.cat([window, extra]))
+                common.check_losses(rows[:, 1])  # before saving: the newest checkpoint must stay usable
             seconds += time.perf_counter() - began
             if reports:
                 rate = steps * args.global_batch_size * args.seq_length / seconds
-                loss = sums[:, 0].sum().item() / (
-                    progress.steps_since_report * args.global_batch_size * args.seq_length
-                )
-                fields = {"train_loss": loss, "learning_rate": learning_rate(args, step)}
-                fields |= {"grad_norm": grad_norm.item(), "tokens_per_second": rate}
+                tokens = progress.steps_since_report * args.global_batch_size * args.seq_length
+                fields = {"train_loss": rows[:, 0].sum().item() / tokens, "grad_norm": grad_norm.item()}
+                fields |= {"learning_rate": learning_rate(args, step), "tokens_per_second": rate}
                 if peak:
                     fields["mfu"] = tokens_to_mfu(rate)
-                fields["data_wait_percent"] = 100 * sums[:, 2].max().item() / seconds
+                fields["data_wait_percent"] = 100 * rows[:, 2].max().item() / seconds
                 fields["peak_memory_gb"] = common.format_gb(common.peak_memory_bytes(world.device))
                 fields["tokens_seen"] = step * args.global_batch_size * args.seq_length
-                skipped = int(sums[:, 3].sum())
+                skipped = int(rows[:, 3].sum())
                 if skipped:
                     fields["broken_records_skipped"] = skipped
                 with tqdm.external_write_mode():
@@ -1073,7 +1091,7 @@ def main(args: argparse.Namespace, world: World) -> None:
                     validate()
             if saves:
                 save()
-            if stops > 0 and not is_last:
+            if stops and not is_last:
                 metrics.say(f"stopped    by SIGTERM at step {step}, all saved; the same command with --resume goes on")
                 return
             if isinstance(profiler, profile):

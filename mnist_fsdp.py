@@ -78,7 +78,7 @@ def parse_args() -> argparse.Namespace:
     mode = "fsdp" if under_torchrun else "both"
     text = "local: one process without FSDP; fsdp: sharded; both: one after the other; under torchrun only fsdp"
     add("--mode", text, mode, choices=("local", "fsdp", "both"))
-    add("--num-processes", "for FSDP without torchrun, 0 for one per GPU or 2 on a CPU", 0, type=count)
+    add("--num-processes", "without torchrun, 0 for one per GPU or 2 on a CPU", 0, type=count)
     add(
         "--dataset",
         "builtin: drawn digits; mnist: from --data-dir, downloaded if missing",
@@ -278,7 +278,7 @@ def load_mnist(data_dir: Path) -> tuple[Dataset, Dataset]:
 def load_digits(args: argparse.Namespace, count: int) -> tuple[Dataset, Dataset]:
     """The first `count` training images, 0 for all, and the test images."""
     if args.dataset == "builtin":
-        return draw_digits(count or 60_000, 2 * args.seed), draw_digits(10_000, 2 * args.seed + 1)
+        return draw_digits(count or 60_000, 2 * args.seed), draw_digits(2000, 2 * args.seed + 1)
     train_set, test_set = load_mnist(args.data_dir)
     return Subset(train_set, range(len(train_set))[: count or None]), test_set
 
@@ -365,7 +365,7 @@ def train_one_epoch(world: World, model: nn.Module, loader: DataLoader, optimize
         loss_sum += loss.detach()  # stays on the device: .item() would make the host wait in every step
     mean = common.sum_over_ranks(loss_sum)[0] / len(loader) / world.world_size
     if not math.isfinite(mean):
-        raise common.UserError(f"the loss became {mean} in epoch {epoch}; start again with a lower --lr")
+        raise common.UserError(f"the loss is not finite in epoch {epoch}; start again with a lower --lr")
     return mean, time.perf_counter() - began
 
 
@@ -453,12 +453,10 @@ def main(args: argparse.Namespace, world: World) -> None:
         args,
         world,
         script=f"mnist_fsdp.py --mode {args.mode}, {args.run_date}, torch {torch.__version__}",
-        device=f"{world.device.type} ({world.backend}), processes: {world.world_size}, "
-        f"threads in each: {torch.get_num_threads()}",
         fsdp=fsdp if args.mode == "fsdp" else "none, one process holds the whole network",
         data=f"{args.dataset}, {len(test_set):,} images to test",
         training=f"batch {args.batch_size} per process, Adam with lr {args.lr}, fp32",
-        reduced=common.departures(args, DEFAULTS, "the notebook's"),
+        settings=common.departures(args, DEFAULTS, "the notebook's"),
     )
     parts = {name: Subset(train_set, range(len(train_set))[: count or None]) for name, (_, count) in plan.items()}
     for part in parts.values():  # too few images for the sharded half: say so before the local half, not after it

@@ -238,7 +238,7 @@ def load_mnist(data_dir: Path) -> tuple[Dataset, Dataset]:
 def load_digits(args: argparse.Namespace, count: int) -> tuple[Dataset, Dataset]:
     """The first `count` training images, 0 for all, and the test images."""
     if args.dataset == "builtin":
-        return draw_digits(count or 60_000, 2 * args.seed), draw_digits(10_000, 2 * args.seed + 1)
+        return draw_digits(count or 60_000, 2 * args.seed), draw_digits(2000, 2 * args.seed + 1)
     train_set, test_set = load_mnist(args.data_dir)
     return Subset(train_set, range(len(train_set))[: count or None]), test_set
 
@@ -330,7 +330,7 @@ def train_one_epoch(world: World, model: nn.Module, loader: DataLoader, optimize
         loss_sum += loss.detach()  # stays on the device: .item() would make the host wait in every step
     mean = common.sum_over_ranks(loss_sum)[0] / len(loader) / world.world_size
     if not math.isfinite(mean):
-        raise common.UserError(f"the loss became {mean} in epoch {epoch}; start again with a lower --lr")
+        raise common.UserError(f"the loss is not finite in epoch {epoch}; start again with a lower --lr")
     return mean, time.perf_counter() - began
 
 
@@ -417,13 +417,11 @@ def main(args: argparse.Namespace, world: World) -> None:
         world,
         script=f"mnist_fsdp_xpu.py, {args.run_date}, torch {torch.__version__}",
         stack=STACK if args.device == "xpu" else "a rehearsal on the CPU; on Intel GPUs here: " + STACK,
-        device=f"{world.device.type} ({world.backend}), processes: {world.world_size}, "
-        f"threads in each: {torch.get_num_threads()}",
         fsdp=f"version {args.fsdp_version}, FULL_SHARD, a unit for every {args.min_num_params:,} parameters or more",
         data=f"{args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test",
         training=f"{args.epochs} epochs, batch {args.batch_size} per process, Adadelta with lr {args.lr}, gamma "
         f"{args.gamma}, fp32",
-        reduced=common.departures(args, DEFAULTS, "the document's"),
+        settings=common.departures(args, DEFAULTS, "the document's"),
     )
     train_network(args, world, metrics, train_loader, test_loader)
     metrics.say(f"metrics    {metrics.path}")

@@ -96,7 +96,7 @@ PRECISIONS = {
 }
 
 # Strategy: (FSDP1's name, FSDP2's reshard_after_forward).
-SHARDING_STRATEGIES = {
+STRATEGIES = {
     "FULL_SHARD": (ShardingStrategy.FULL_SHARD, True),  # ZeRO-3: parameters are gathered for forward and for backward
     "SHARD_GRAD_OP": (ShardingStrategy.SHARD_GRAD_OP, False),  # ZeRO-2: kept in between; less traffic, more memory
 }
@@ -150,7 +150,7 @@ def parse_args() -> argparse.Namespace:
     add("--seed", "of weights, data order and dropout", 1, type=count)
 
     add("--fsdp-version", "2: fully_shard; 1: FullyShardedDataParallel", 2, type=int, choices=(1, 2))
-    add("--sharding-strategy", "FULL_SHARD is ZeRO-3, SHARD_GRAD_OP ZeRO-2", "FULL_SHARD", choices=SHARDING_STRATEGIES)
+    add("--sharding-strategy", "FULL_SHARD is ZeRO-3, SHARD_GRAD_OP ZeRO-2", "FULL_SHARD", choices=STRATEGIES)
     add(
         "--precision",
         "auto: bf16 if native, else fp32; grad-bf16: gradients only",
@@ -167,7 +167,7 @@ def parse_args() -> argparse.Namespace:
     add("--num-rouge-samples", "validation articles to summarize for ROUGE, 0 for none", 64, type=count)
     add("--track-memory", "report peak memory and the bytes of this rank's shards", True, action=flag)
     add("--save-model", "export the best model as a Hugging Face folder", True, action=flag)
-    add("--log-every", "steps between reports", 50, type=size)
+    add("--log-every", "steps between reports", 25, type=size)
     add("--output-dir", "for metrics, models and checkpoints", Path("output/t5_fsdp"), type=Path)
     add("--checkpoint-every", "steps between checkpoints, 0 for none", 0, type=count)
     add("--keep-checkpoints", "how many of the newest to keep", 2, type=size)
@@ -244,6 +244,21 @@ def load_weights(args: argparse.Namespace, config: T5Config) -> T5ForConditional
     return common.read_pretrained(read, "--model", args.model, "weights")
 
 
+def build(args: argparse.Namespace, world: World, model: T5ForConditionalGeneration) -> tuple:
+    """The sharded model and its optimizer. The order of these lines matters. A collective."""
+    if args.activation_checkpointing:  # inside the units, so that recomputing needs no gathering of its own
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, T5Block))
+    if args.compile:
+        torch._dynamo.config.recompile_limit = 32  # first and other blocks, encoder and decoder, training and not
+        for module in model.modules():
+            if isinstance(module, T5Block):
+                module.compile(dynamic=True)  # block by block: FSDP's hooks stay outside the graphs
+    mesh = init_device_mesh(world.device.type, (world.world_size,))
+    model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(model, mesh, args)
+    # After sharding: it must see the shards. Fused AdamW takes loss scaling into its kernel, which fails on DTensors.
+    return model, torch.optim.AdamW(model.parameters(), lr=args.lr, fused=args.precision != "fp16")
+
+
 # ---- Data ------------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +303,7 @@ def load_batches(
         collate_fn=collate,
         num_workers=2 if on_accelerator else 0,  # on a CPU they would take cores from the model
         pin_memory=on_accelerator,
+        worker_init_fn=common.ignore_signals,
         generator=torch.Generator(),  # else each loader draws from the generator of dropout, and resume is not exact
     )
     for indices, batch in zip(own, loader, strict=True):
@@ -322,7 +338,7 @@ def shard_with_fsdp2(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: 
     """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
     unit = CheckpointWrapper if args.activation_checkpointing else T5Block
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
-    reshard = SHARDING_STRATEGIES[args.sharding_strategy][1]
+    reshard = STRATEGIES[args.sharding_strategy][1]
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
     weights = model.state_dict() if mesh.get_rank() == 0 else {}
     model.apply(make_empty("meta"))  # rank 0 too: its copy is in `weights`, and no device ever holds the whole model
@@ -352,7 +368,7 @@ def shard_with_fsdp1(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: 
     model = FSDP(
         model,
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={unit}),
-        sharding_strategy=SHARDING_STRATEGIES[args.sharding_strategy][0],
+        sharding_strategy=STRATEGIES[args.sharding_strategy][0],
         mixed_precision=MixedPrecision(
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
@@ -374,6 +390,10 @@ def shard_with_fsdp1(model: T5ForConditionalGeneration, mesh: DeviceMesh, args: 
 # ---- Training --------------------------------------------------------------------------------------------------
 
 
+# Of one rank since the last report: loss sum, target tokens, all tokens, first step whose loss is not finite.
+EMPTY_WINDOW = (0.0, 0.0, 0.0, math.inf)
+
+
 @dataclasses.dataclass
 class Progress:
     """Where training stands, the same on every rank. Saved in each checkpoint."""
@@ -385,6 +405,7 @@ class Progress:
     step_size: int = 0  # samples in a step when this epoch began
     totals: tuple = (0.0, 0.0, 0.0)  # of this epoch, over all ranks: loss sum, target tokens, all tokens
     seconds: float = 0.0  # of this epoch, without checkpoints
+    seconds_since_report: float = 0.0
     best_loss: float | None = None
     best_model: str | None = None
 
@@ -403,10 +424,17 @@ def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch
     return loss, (labels != -100).sum()
 
 
-def train_one_epoch(args, world, model, optimizer, scaler, dataset, collate, progress, window, metrics, save) -> None:
+def train_one_epoch(
+    args, world, model, optimizer, scaler, dataset, collate, progress, window, metrics, stop_requests, save
+) -> bool:
     """Train from `progress.samples` to the end of the epoch or to `--max-steps`; update `progress` and `window`.
 
-    `window` holds this rank's loss sum, target tokens and all tokens since the last report, on the device.
+    Args:
+        window: of this rank since the last report, on the device: see `EMPTY_WINDOW`.
+        save: called where a checkpoint is due.
+
+    Returns:
+        Whether a SIGTERM asked to stop; everything is saved then.
     """
     model.train()
     global_batch = args.batch_size * world.world_size
@@ -443,31 +471,39 @@ def train_one_epoch(args, world, model, optimizer, scaler, dataset, collate, pro
         progress.step += 1
         progress.samples = min(progress.samples + global_batch, len(order))
         # Stays on the device: reading a number (.item()) would make the host wait in every step.
-        window += torch.stack([loss.detach(), tokens, tokens + batch["attention_mask"].sum()])
+        loss = loss.detach()
+        window[:3] += torch.stack([loss, tokens, tokens + batch["attention_mask"].sum()])
+        window[3] = torch.where(loss.isfinite(), window[3], window[3].clamp(max=progress.step))
+        stops = stop_requests.any_rank()
         ends_epoch = progress.samples == len(order)
         ends_run = progress.step == args.max_steps or (ends_epoch and progress.epoch == args.epochs)
         reports = progress.step % args.log_every == 0 or ends_epoch or ends_run
-        saves = args.checkpoint_every and (progress.step % args.checkpoint_every == 0 or ends_run)
+        saves = stops or (args.checkpoint_every and (progress.step % args.checkpoint_every == 0 or ends_run))
         if reports or saves:
-            sums = common.sum_over_ranks(window)
-            if not math.isfinite(sums[0]):  # before saving: the newest checkpoint must stay usable
-                raise common.UserError(
-                    f"the loss became {sums[0]} at step {progress.step} or since the last report; start again with a "
-                    "lower --lr and without --precision fp16"
-                )
+            rows = common.gather_over_ranks(window)
+            common.check_losses(rows[:, 3])  # before saving: the newest checkpoint must stay usable
+        now = time.perf_counter()
+        progress.seconds += now - began
+        progress.seconds_since_report += now - began
+        began = now
         if reports:
-            window.zero_()
+            window.copy_(torch.tensor(EMPTY_WINDOW))
+            sums = rows[:, :3].sum(dim=0).tolist()
             progress.totals = tuple(a + b for a, b in zip(progress.totals, sums, strict=True))
             # A DTensor norm is a sum still to be made over ranks: a collective, so on every rank, not on rank 0 only.
             grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
             report = {"train_loss": sums[0] / sums[1], "grad_norm": grad_norm.item()}
             report["learning_rate"] = optimizer.param_groups[0]["lr"]
+            report["tokens_per_second"] = sums[2] / progress.seconds_since_report
+            progress.seconds_since_report = 0.0
             with tqdm.external_write_mode():
                 metrics.report("step", step=progress.step, epoch=progress.epoch, **report)
-        progress.seconds += time.perf_counter() - began
         if saves:
             save()
-        began = time.perf_counter()
+            began = time.perf_counter()
+        if stops and not ends_run:
+            return True
+    return False
 
 
 @torch.no_grad()
@@ -524,6 +560,7 @@ def summarize(args, world, model, dataset, collate, tokenizer, count) -> list[st
 
 
 def main(args: argparse.Namespace, world: World) -> None:
+    stop_requests = common.StopRequests(world)
     args.precision = common.choose_precision(args.precision, world.device)
     if world.device.type == "cpu":
         # Blocks of any size: a fifth of a step with a real vocabulary. Not for units of hundreds of MB: it fragments.
@@ -559,21 +596,11 @@ def main(args: argparse.Namespace, world: World) -> None:
     )
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # to the longest of the batch; labels with -100
 
-    # ---- Model, shards, optimizer: the order of these lines matters
+    # ---- Model and optimizer
     model = load_model(args, config, world)
     whole = skeleton(config, model.lm_head.weight is not model.shared.weight)  # what the exported weights go into
     num_parameters = model.num_parameters()
-    if args.activation_checkpointing:  # inside the units, so that recomputing needs no gathering of its own
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, T5Block))
-    if args.compile:
-        torch._dynamo.config.recompile_limit = 32  # first and other blocks, encoder and decoder, training and not
-        for module in model.modules():
-            if isinstance(module, T5Block):
-                module.compile(dynamic=True)  # block by block: FSDP's hooks stay outside the graphs
-    mesh = init_device_mesh(world.device.type, (world.world_size,))
-    model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(model, mesh, args)
-    # After sharding: it must see the shards. Fused AdamW takes loss scaling into its kernel, which fails on DTensors.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=args.precision != "fp16")
+    model, optimizer = build(args, world, model)
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
     # fp16 gradients vanish without loss scaling; for the other precisions the scaler is switched off. FSDP1 needs its
     # own, to skip a step on all ranks when a shard overflows on one; DTensors agree by themselves.
@@ -583,7 +610,7 @@ def main(args: argparse.Namespace, world: World) -> None:
 
     # ---- Resume
     progress = Progress(run_date=common.date_of_run())
-    window = torch.zeros(3, device=world.device)
+    window = torch.tensor(EMPTY_WINDOW, device=world.device)
     rank_state = {"window": window, **common.random_states(world.device)}
     kept = "everything"
     if checkpoint:
@@ -606,7 +633,6 @@ def main(args: argparse.Namespace, world: World) -> None:
         common.save_checkpoint(folder, progress.step, model, optimizer, tensors, state, world, args.keep_checkpoints)
 
     # ---- What runs
-    threads = f"{world.world_size} processes of {torch.get_num_threads()} threads"
     param_dtype, reduce_dtype = (str(dtype).removeprefix("torch.") for dtype in PRECISIONS[args.precision])
     units = sum(isinstance(module, T5Block) for module in model.modules())
     extras = [name for name in ("activation_checkpointing", "compile") if getattr(args, name)]
@@ -614,7 +640,6 @@ def main(args: argparse.Namespace, world: World) -> None:
         args,
         world,
         script=f"t5_fsdp.py, {progress.run_date}, torch {torch.__version__}, transformers {transformers.__version__}",
-        device=f"{world.device.type} ({world.backend}), {threads}",
         fsdp=f"version {args.fsdp_version}, {args.sharding_strategy}, {units} T5Blocks and the root, "
         + ", ".join([f"backward prefetch {args.backward_prefetch}", *extras]),
         precision=f"{args.precision}: compute in {param_dtype}, reduce gradients in {reduce_dtype}, update in float32",
@@ -645,9 +670,14 @@ def main(args: argparse.Namespace, world: World) -> None:
     for epoch in range(progress.epoch, args.epochs + 1):
         progress.epoch = epoch
         common.reset_peak_memory(world.device)
-        train_one_epoch(args, world, model, optimizer, scaler, train_set, collate, progress, window, metrics, save)
+        training = (optimizer, scaler, train_set, collate, progress, window, metrics, stop_requests, save)
+        if train_one_epoch(args, world, model, *training):
+            metrics.say(
+                f"stopped    by SIGTERM at step {progress.step}, all saved; the same command with --resume goes on"
+            )
+            return
         held = common.state_bytes(model, optimizer)  # here: SHARD_GRAD_OP leaves whole parameters after validation
-        sums = zip(progress.totals, common.sum_over_ranks(window), strict=True)
+        sums = zip(progress.totals, common.sum_over_ranks(window[:3]), strict=True)
         loss_sum, target_tokens, all_tokens = (reported + since for reported, since in sums)
         report = {"train_loss": loss_sum / target_tokens}
         if args.run_validation:
@@ -659,8 +689,9 @@ def main(args: argparse.Namespace, world: World) -> None:
         }
         if args.track_memory:
             report |= {"peak_memory_gb": common.format_gb(common.peak_memory_bytes(world.device))}
-            report |= held
-        metrics.report("epoch", epoch=epoch, step=progress.step, **report)
+            report |= {"state_bytes": sum(held.values())}
+        parts = held if args.track_memory else {}
+        metrics.report("epoch", parts, epoch=epoch, step=progress.step, **report)
 
         ends_run = epoch == args.epochs or (args.max_steps and progress.step >= args.max_steps)
         loss = report.get("validation_loss", report["train_loss"])

@@ -4,6 +4,7 @@ A launch then takes a moment and not the seconds that PyTorch and transformers t
 share more than torchrun's processes do (the modules, the seed of hash()), so each script is tested under torchrun too.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -35,6 +36,7 @@ def start_server():
 
 def run_rank(script, arguments, environment, outputs):
     """One process: run the script as `python script` would."""
+    gc.freeze()  # else each collection would walk through all that was imported, and copy its pages
     os.environ.clear()
     os.environ.update(environment)
     for stream, path in zip((1, 2), outputs, strict=True):

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -22,10 +20,7 @@ def observe(world, *arguments):
     config = t5_fsdp.builtin_config(vocab_size=512)
     model = t5_fsdp.load_model(args, config, world)
     on_meta = all(parameter.is_meta for parameter in model.parameters())
-    if args.activation_checkpointing:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, t5_fsdp.T5Block))
-    mesh = init_device_mesh("cpu", (world.world_size,))
-    model = (t5_fsdp.shard_with_fsdp2 if args.fsdp_version == 2 else t5_fsdp.shard_with_fsdp1)(model, mesh, args)
+    model, _ = t5_fsdp.build(args, world, model)
     weights = common.full_state_dict(model)
     checksum = sum(weight.double().sum().item() for weight in weights.values())
     tied = bool(weights) and torch.equal(weights["shared.weight"], weights["lm_head.weight"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import lookup_backend
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -34,7 +35,7 @@ if "record-shards" in sys.argv:
 if "infinite-loss" in sys.argv:
     summed_loss, calls = script.summed_loss, []
 
-    def infinite_once(model, batch):
+    def infinite_once(model, batch, *options):
         """The fifth time that rank 2 trains on a batch."""
         if torch.is_grad_enabled():
             calls.append(None)
@@ -42,7 +43,13 @@ if "infinite-loss" in sys.argv:
 
     script.summed_loss = infinite_once
 if "graphs-only" in sys.argv:
-    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    run_graph = lookup_backend("aot_eager")
+
+    def count_graph(graph, inputs):
+        print("graph captured", file=sys.stderr, flush=True)
+        return run_graph(graph, inputs)
+
+    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=count_graph)
 if "out-of-memory" in sys.argv:
     train_step = script.train_step
 

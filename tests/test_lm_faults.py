@@ -14,11 +14,12 @@ from conftest import reports, run, run_many, succeed
 
 PROCESSES, STEPS, EVERY = 4, 48, 3
 SETTINGS = (
-    *("--seq-length", 32, "--global-batch-size", 16, "--micro-batch-size", 2, "--max-steps", STEPS, "--log-every", 1),
+    *("--seq-length", 32, "--global-batch-size", 16, "--micro-batch-size", 4, "--max-steps", STEPS, "--log-every", 1),
     *("--warmup-steps", 3, "--num-validation-texts", 3, "--shuffle-buffer", 20, "--validate-every", 1000),
     *("--precision", "fp32", "--no-save-model", "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2),
 )
 SAVING = ("--checkpoint-every", EVERY)
+MICRO = ("--micro-batch-size", 2)  # two micro-batches in a step
 
 
 def losses(folder):
@@ -154,7 +155,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoint(whole, small_
 
 def test_a_loss_that_is_not_finite_stops_all_with_step_and_rank(tmp_path):
     """It happens in the fifth micro-batch, the first of step 3; that it is asked for only after ten loses nothing."""
-    arguments = [*map(str, (*SETTINGS, "--log-every", 10, "--checkpoint-every", 2, "--output-dir", tmp_path))]
+    arguments = [*map(str, (*SETTINGS, *MICRO, "--log-every", 10, "--checkpoint-every", 2, "--output-dir", tmp_path))]
     script = ("tests/run_many.py", "lm_multinode", json.dumps([arguments]), "infinite-loss")
     finished = run(*script, processes=PROCESSES, fork=True)
     assert finished.returncode == 2, finished.stderr[-2000:]

@@ -4,11 +4,13 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import numpy as np
 import pytest
 from conftest import reports, run_many, succeed
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import lm_multinode
 from common import World
@@ -32,8 +34,8 @@ EXACT = {
     for name, more in STRATEGIES.items()
 } | {
     "one large batch": ("--micro-batch-size", 4),
-    "fsdp2 checkpointing": (*MICRO, "--activation-checkpointing"),
-    "fsdp1 checkpointing": (*MICRO, "--activation-checkpointing", "--fsdp-version", 1),
+    "fsdp2 recomputing": (*MICRO, "--activation-checkpointing", "--chunked-loss"),
+    "fsdp1 recomputing": (*MICRO, "--activation-checkpointing", "--chunked-loss", "--fsdp-version", 1),
     "sharded sums": (*MICRO, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2, "--accumulate-sharded"),
     "one shard": (*MICRO, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1),
 }
@@ -147,6 +149,41 @@ def test_other_settings_are_other_runs(runs, plain):
         others, _, other_validation = curve(runs[name])
         assert others[0] != pytest.approx(losses[0], abs=1e-5)
         assert (other_validation[0] == pytest.approx(validation[0], abs=1e-5)) is same_weights
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that an operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        result = operator(*arguments, **(options or {}))
+        tensors = [tensor for tensor in tree_leaves(result) if torch.is_tensor(tensor)]
+        self.elements = max(self.elements, *(tensor.numel() for tensor in tensors), 0)
+        return result
+
+
+def test_chunked_loss_never_holds_all_logits():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, **shape))
+    tokens = torch.randint(1000, (4, 1025))
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    results = []
+    for chunked in (False, True):
+        if chunked:
+            lm_multinode.return_chunked_loss(model)
+        model.zero_grad()
+        with Largest() as largest:
+            loss = lm_multinode.summed_loss(model, batch, chunked)
+            loss.backward()
+        results.append((loss.item(), [parameter.grad for parameter in model.parameters()], largest.elements))
+    (loss, gradients, elements), (chunked_loss, chunked_gradients, chunked_elements) = results
+    assert chunked_loss == pytest.approx(loss, rel=1e-6)
+    for ours, theirs in zip(chunked_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+    assert (elements, chunked_elements) == (4096 * 1000, lm_multinode.CHUNK * 1000)
+    assert model(tokens[:, :8]).logits.shape == (4, 8, 1000)  # without targets it is still the model
 
 
 @pytest.mark.parametrize("processes", [None, 3])

@@ -117,6 +117,38 @@ def test_torchrun_restarts_after_a_killed_process_and_loses_nothing(resumed, tmp
     assert len(reports(tmp_path, "settings")) == 2  # it did start twice
 
 
+def test_sigterm_on_one_process_saves_and_leaves_with_code_0(resumed, tmp_path, dropout_model, articles_csv):
+    """Without --checkpoint-every; the resumed run goes on as if nothing had happened."""
+    arguments = [
+        *("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0, "--batch-size", 8),
+        *(
+            "--log-every",
+            1,
+            "--num-rouge-samples",
+            0,
+            "--precision",
+            "fp32",
+            "--test-batch-size",
+            8,
+            "--max-steps",
+            STEPS,
+        ),
+        *("--max-target-length", SUMMARY, "--no-save-model", "--output-dir", tmp_path),
+    ]
+
+    def when():
+        return (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) >= 3
+
+    finished = run("t5_fsdp.py", *arguments, processes=2, fork=True, kill=(1, when, signal.SIGTERM))
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    [checkpoint] = (tmp_path / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    assert 3 <= step < STEPS
+    assert f"stopped    by SIGTERM at step {step}, all saved; the same command with --resume goes on" in finished.stdout
+    succeed("t5_fsdp.py", *arguments, "--resume", processes=2, fork=True)
+    assert losses(tmp_path) == losses(resumed / "whole2")
+
+
 def test_half_written_checkpoints_are_never_resumed(resumed, tmp_path, dropout_model, articles_csv):
     shutil.copytree(resumed / "whole2", tmp_path / "killed")
     (tmp_path / "killed" / "checkpoints" / "step-15").rename(tmp_path / "killed" / "checkpoints" / "step-15.partial")

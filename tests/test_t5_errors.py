@@ -107,10 +107,13 @@ def test_under_torchrun_rank_0_alone_speaks_and_every_rank_ends_with_2(tmp_path)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, tiny_model, articles_csv):
+    """Two steps with absurd weights still have a loss; it is asked for only after ten."""
     arguments = ("--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 64, "--no-run-validation")
-    finished = run("t5_fsdp.py", *arguments, "--lr", 1e30, "--log-every", 2, "--output-dir", tmp_path, fork=True)
+    options = ("--lr", 1e30, "--log-every", 10, "--checkpoint-every", 10, "--output-dir", tmp_path)
+    finished = run("t5_fsdp.py", *arguments, *options, processes=2, fork=True)
     assert finished.returncode == 2
-    assert_one_sentence(finished, "the loss became nan at step ")
+    assert_one_sentence(finished, "the loss is not finite at step 3 on rank 0; start again with a lower --lr")
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

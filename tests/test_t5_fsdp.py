@@ -70,24 +70,15 @@ def test_print_model_shows_the_units(tmp_path, tiny_model, articles_csv):
     assert printed.count(": FSDPT5Block(") == 4 and printed.count("FSDPT5ForConditionalGeneration(") == 1
 
 
-def test_compile_makes_kernels_and_keeps_the_losses(tmp_path, articles_csv):
-    model = make_model(tmp_path / "model", dropout=0.0, num_layers=1)  # every kernel is a second of compiling
-    arguments = ["--model", model, "--dataset", articles_csv, "--num-train-samples", 8, "--max-steps", 1, "--epochs", 1]
-    arguments += [
-        "--no-run-validation",
-        "--no-save-model",
-        "--precision",
-        "fp32",
-        "--log-every",
-        1,
-        "--max-target-length",
-        40,
-        "--output-dir",
-    ]
-    kernels, switches = tmp_path / "kernels", ("--no-compile", "--compile")
-    settings = [[*arguments, tmp_path / switch, switch] for switch in switches]
-    run_many("t5_fsdp", settings, 1, TORCHINDUCTOR_CACHE_DIR=str(kernels))
-    assert list(kernels.rglob("*.so"))
+def test_compile_keeps_the_losses(tmp_path, articles_csv):
+    """The graphs are captured and run, but not made into machine code, which takes a minute (lm_multinode.py's are)."""
+    model = make_model(tmp_path / "model", num_layers=1)
+    arguments = ["--model", model, "--dataset", articles_csv, "--num-train-samples", 8, "--max-steps", 1]
+    arguments += ["--no-run-validation", "--no-save-model", "--precision", "fp32", "--max-target-length", 8]
+    switches = ("--no-compile", "--compile")
+    settings = [[*arguments, switch, "--output-dir", tmp_path / switch] for switch in switches]
+    printed = run_many("t5_fsdp", settings, 1, "graphs-only").stderr
+    assert printed.count("graph captured") >= 2  # an encoder's block and a decoder's
     [plain], [compiled] = (reports(tmp_path / switch, "step") for switch in switches)
     assert compiled["train_loss"] == pytest.approx(plain["train_loss"], abs=1e-5)
     assert compiled["grad_norm"] == pytest.approx(plain["grad_norm"], abs=1e-4)

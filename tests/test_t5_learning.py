@@ -29,7 +29,7 @@ def test_rouge_climbs(trained):
 
 def test_the_start_block_says_what_runs(trained):
     for line in (
-        r"device     cpu \(gloo\), 2 processes of \d+ threads",
+        r"device     cpu \(gloo\), nodes: 1, processes: 2, threads in each: \d+",
         r"fsdp       version 2, FULL_SHARD, 4 T5Blocks and the root, backward prefetch pre",
         r"data       builtin, 8,000 articles to train on, 300 to validate",
         r"settings   .*--batch-size 16 \(4\).*in brackets the tutorial's",

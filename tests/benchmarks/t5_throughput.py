@@ -1,10 +1,11 @@
 """Samples per second of t5_fsdp.py against the training loop of the document it follows.
 
     python tests/benchmarks/t5_throughput.py
+    python tests/benchmarks/t5_throughput.py --processes 1 --shape t5-base --batch-size 16    # on one GPU
 
-Both train the same T5 (t5-small's shape, random weights) on the same articles of WikiHow's lengths (texts of 580 words
-on average, summaries of 60), with FSDP1, FULL_SHARD and the same number of processes and samples a step. They take
-turns in one run; medians over the turns are printed. Only the loop differs:
+Both train the same T5 (random weights) on the same articles of WikiHow's lengths (texts of 580 words on average,
+summaries of 60), with FSDP1, FULL_SHARD and the same number of processes and samples a step. They take turns in one
+run; medians over the turns are printed. Only the loop differs:
 
     document     texts padded to 512 and summaries to 150 tokens, tokenized one by one in __getitem__ by two workers,
                  AdamW without fusion, `.item()` in every step
@@ -27,7 +28,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -40,10 +40,13 @@ import common
 import t5_fsdp
 
 VOCABULARY = 32128
-T5_SMALL = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+SHAPES = {
+    "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
+    "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
+}
 
 
-def write_wikihow_like(folder: Path, count: int) -> Path:
+def write_wikihow_like(folder: Path, count: int, shape: str) -> Path:
     """A CSV of random words with log-normal lengths around WikiHow's averages, and a T5 tokenizer-like BPE for it."""
     choose = random.Random(0)
     syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "ay", "er", "in")]
@@ -63,7 +66,7 @@ def write_wikihow_like(folder: Path, count: int) -> Path:
     common.train_tokenizer(world, (row["text"] for row in rows[:300]), vocab_size=8192).save_pretrained(folder)
     dist.destroy_process_group()
     torch.manual_seed(0)
-    config = T5Config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **T5_SMALL)
+    config = T5Config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **SHAPES[shape])
     T5ForConditionalGeneration(config).save_pretrained(folder)
     return folder / "articles.csv"
 
@@ -89,12 +92,12 @@ class DocumentDataset(Dataset):
         }
 
 
-def document_steps(model, optimizer, batches, steps: int) -> None:
+def document_steps(model, optimizer, batches, device: torch.device, steps: int) -> None:
     """The body of the document's train()."""
     model.train()
-    fsdp_loss = torch.zeros(2)
+    fsdp_loss = torch.zeros(2, device=device)
     for _ in range(steps):
-        batch = next(batches)
+        batch = {name: tensor.to(fsdp_loss.device) for name, tensor in next(batches).items()}
         optimizer.zero_grad()
         output = model(input_ids=batch["source_ids"], attention_mask=batch["source_mask"], labels=batch["target_ids"])
         loss = output["loss"]
@@ -125,10 +128,10 @@ def take_turns(
         precision,
     ]
     sys.argv += ["--fsdp-version", "1", "--num-train-samples", "0", "--log-every", "1000"]
+    sys.argv += ["--batch-size", str(options.batch_size)]
     args = t5_fsdp.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = T5Config.from_pretrained(folder)
-    mesh = init_device_mesh(world.device.type, (world.world_size,))
     data = common.first_process_first(
         world, lambda: common.load_summarization_data(args.dataset, "text", "headline", 0, 8, folder)
     )
@@ -145,19 +148,23 @@ def take_turns(
     sampler = DistributedSampler(dataset, rank=world.rank, num_replicas=world.world_size, shuffle=True)
     batches = iter(DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=2))
 
-    ours = t5_fsdp.shard_with_fsdp1(t5_fsdp.load_model(args, config, world), mesh, args)
-    our_optimizer = torch.optim.AdamW(ours.parameters(), lr=args.lr, fused=True)
+    ours, our_optimizer = t5_fsdp.build(args, world, t5_fsdp.load_model(args, config, world))
     rows = common.first_process_first(world, lambda: common.tokenize(data.train, tokenizer, "", 512, 150))
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    progress, window = t5_fsdp.Progress(run_date=""), torch.zeros(3, device=world.device)
+    progress, window = t5_fsdp.Progress(run_date=""), torch.tensor(t5_fsdp.EMPTY_WINDOW, device=world.device)
     silent = argparse.Namespace(report=lambda *_, **__: None)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
+    stop_requests = common.StopRequests(world)
 
     def our_steps(steps: int) -> None:
         args.max_steps = progress.step + steps
-        t5_fsdp.train_one_epoch(args, world, ours, our_optimizer, scaler, rows, collate, progress, window, silent, None)
+        training = (our_optimizer, scaler, rows, collate, progress, window, silent, stop_requests, None)
+        t5_fsdp.train_one_epoch(args, world, ours, *training)
 
-    loops = {"document": lambda steps: document_steps(theirs, their_optimizer, batches, steps), "t5_fsdp": our_steps}
+    loops = {
+        "document": lambda steps: document_steps(theirs, their_optimizer, batches, world.device, steps),
+        "t5_fsdp": our_steps,
+    }
     rates = {name: [] for name in loops}
     for turn in range(options.turns + 1):
         for name, loop in loops.items():
@@ -180,7 +187,10 @@ def worker(options: argparse.Namespace, folder: Path) -> None:
         results[precision] = take_turns(world, options, folder, precision)
         gc.collect()
     if world.rank == 0:
-        print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, {world.world_size} processes")
+        print(
+            f"torch {torch.__version__}, {world.device.type}, {platform.machine()}, {os.cpu_count()} cores, "
+            f"{world.world_size} processes, {options.shape}, batch {options.batch_size} per process"
+        )
         print("| precision | document samples/s | t5_fsdp.py samples/s | ratio | all turns |\n|---|---|---|---|---|")
         for precision, rates in results.items():
             theirs, ours = statistics.median(rates["document"]), statistics.median(rates["t5_fsdp"])
@@ -194,6 +204,8 @@ if __name__ == "__main__":
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3, help="turns of each loop and precision, after one to warm up")
     parser.add_argument("--steps", type=int, default=7, help="steps in a turn")
+    parser.add_argument("--shape", choices=SHAPES, default="t5-small")
+    parser.add_argument("--batch-size", type=int, default=4, help="articles per process and step")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--device", default="auto")
     parsed = parser.parse_args()
@@ -202,7 +214,7 @@ if __name__ == "__main__":
         worker(parsed, Path(os.environ["BENCHMARK_FOLDER"]))
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            write_wikihow_like(Path(scratch), count=400)
+            write_wikihow_like(Path(scratch), 100 * parsed.batch_size, parsed.shape)
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(parsed.processes)]
             environment = {**os.environ, "BENCHMARK_FOLDER": scratch}
             sys.exit(subprocess.run([*torchrun, *sys.argv], env=environment).returncode)

@@ -1,0 +1,97 @@
+"""The GPU benchmark on a CPU, with tiny shapes: each kind of row is measured, the tables say what was measured."""
+
+import json
+import sys
+
+import torch
+
+import pytest
+from conftest import ROOT, run
+from transformers import T5ForConditionalGeneration
+
+sys.path.insert(0, str(ROOT / "tests" / "benchmarks" / "gpu"))
+import gpu_table
+
+BENCHMARK = "tests/benchmarks/gpu/gpu_table.py"
+FLAGS = ("--device", "cpu", "--tiny", "--turns", 2, "--steps", 2, "--peak-tflops", 1)
+
+
+def run_forked(case, options):
+    """In place of gpu_table.run_case, whose processes take seconds to import."""
+    finished = run(BENCHMARK, *FLAGS, fork=True, BENCHMARK_CASE=json.dumps(case))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    *lines, result = finished.stdout.splitlines()
+    return json.loads(result), "\n".join(lines)
+
+
+def test_rows_are_measured():
+    for part, index in (("lm", 3), ("lm-best", 1), ("t5-base", 3)):
+        case = gpu_table.cases(part, tiny=True)[index] | {"compile": False, "profile": part == "lm-best"}
+        result, printed = run_forked(case, None)
+        tokens = {"lm": 1024, "t5": gpu_table.SOURCE + gpu_table.TARGET}[case["kind"]]
+        tokens = 128 if case["model"] == "tiny" and case["kind"] == "lm" else tokens
+        assert result["tokens_per_second"] == pytest.approx(tokens * result["samples_per_second"])
+        assert result["tokens_per_second"] > 100 and 0 < result["mfu"] < 0.5  # of the teraflop that FLAGS claims
+        assert 0.1 < result["peak_memory_gb"] < 8
+        assert ("aten::mm" in printed) == case["profile"]
+
+
+def test_the_table_and_the_claims_hold_the_measurements(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_table, "run_case", run_forked)
+    options = gpu_table.argparse.Namespace(tiny=True)
+    inits = gpu_table.run_part("init", options)
+    table = capsys.readouterr().out
+    assert [case["way"] for case, _ in inits] == [line.split("|")[2].strip() for line in table.splitlines()[5:]]
+    assert all(0 < result["seconds"] < 60 for _, result in inits)
+
+    def fake(case, options):
+        speed = {"fp32": 100.0, "bf16": 300.0}[case["precision"]] * (1.5 if case["compile"] else 1)
+        memory = 8.0 if case["precision"] == "fp32" else 6.0
+        if case["checkpointing"]:
+            speed, memory = speed * 0.75, memory / 2
+        if case["fsdp"] == 1 and case["checkpointing"]:
+            return {"note": "out of memory"}, ""
+        return {"samples_per_second": 1.0, "tokens_per_second": speed, "mfu": 0.3, "peak_memory_gb": memory}, ""
+
+    monkeypatch.setattr(gpu_table, "run_case", fake)
+    results = gpu_table.run_part("lm", options)
+    assert len(results) == 12 and capsys.readouterr().out.count("out of memory") == 3
+    gpu_table.print_claims(results, inits)
+    claims = capsys.readouterr().out
+    for line in (
+        "bf16: up to 4 times the speed of fp32 | 3.00 to 3.00",
+        "less memory, 0.7 of fp32's | 0.75 to 0.75",
+        "checkpointing, memory | 0.50 to 0.50",
+        "checkpointing, speed | 0.75 to 0.75",
+        "compile, speed | 1.50 to 1.50",
+        "FSDP2, speed of FSDP1's | 1.00 to 1.00",
+        f"FSDP1 with device_id: {inits[1][1]['seconds']:.2f} s",
+    ):
+        assert line in claims
+
+
+def test_t5s_flops_are_those_of_its_matrix_products():
+    """Forward, by hand: two FLOPs for each weight and token that meets it, and attention's two products."""
+    config = gpu_table.t5_config("tiny")
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+    source, target, inner, layers = gpu_table.SOURCE, gpu_table.TARGET, 8 * 4, 2
+    # Keys and values of the decoder's attention to the encoder: its weights, but for the encoder's tokens.
+    cross = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if n.endswith(("EncDecAttention.k.weight", "EncDecAttention.v.weight"))
+    )
+    blocks = {
+        name: sum(
+            p.numel() for n, p in getattr(model, name).block.named_parameters() if p.dim() == 2 and "bias" not in n
+        )
+        for name in ("encoder", "decoder")
+    }
+    products = source * (blocks["encoder"] + cross) + target * (blocks["decoder"] - cross)
+    products += target * config.d_model * config.vocab_size
+    attention = 2 * layers * inner * (source * source + target * target + target * source)
+    with gpu_table.FlopCounterMode(display=False) as counter, torch.device("meta"):
+        ids = {"input_ids": torch.ones(1, source, dtype=torch.long), "labels": torch.ones(1, target, dtype=torch.long)}
+        model(**ids)
+    assert counter.get_total_flops() == 2 * (products + attention)
