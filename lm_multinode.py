@@ -312,7 +312,7 @@ def return_chunked_loss(model: nn.Module) -> None:
 
     Chunks of tokens go through output layer and cross-entropy one by one, and again in backward. It must be in forward,
     where FSDP gathers the root unit with the output layer's weight. PyTorch's own F.linear_cross_entropy (2.13) spares
-    the second pass, but in bf16 its sum was off by several percent on a CPU with torch 2.15.
+    the second pass, but in bf16 its sum was off by 1 to 5 percent on a CPU with torch 2.15.
     """
     forward = model.forward
 
