@@ -636,6 +636,9 @@ def main(args: argparse.Namespace, world: World) -> None:
     param_dtype, reduce_dtype = (str(dtype).removeprefix("torch.") for dtype in PRECISIONS[args.precision])
     units = sum(isinstance(module, T5Block) for module in model.modules())
     extras = [name for name in ("activation_checkpointing", "compile") if getattr(args, name)]
+    not_chosen = (
+        data.rows - data.without_text_or_summary - data.with_long_summary - len(train_set) - len(validation_set)
+    )
     metrics.start_block(
         args,
         world,
@@ -646,7 +649,7 @@ def main(args: argparse.Namespace, world: World) -> None:
         model=f"{args.model}, {num_parameters:,} parameters",
         data=f"{args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate",
         left_out=f"of {data.rows:,} rows, {data.without_text_or_summary:,} without text or summary and "
-        f"{data.with_long_summary:,} with a summary longer than 3/4 of the text",
+        f"{data.with_long_summary:,} with a summary longer than 3/4 of the text; {not_chosen:,} not asked for",
         training=f"{args.epochs} epochs, batch {args.batch_size} per process, lr {args.lr}, gamma {args.gamma}",
         settings=common.departures(args, DEFAULTS, "the tutorial's"),
         resumed=checkpoint and f"{checkpoint}, keeps {kept}",
