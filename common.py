@@ -1056,9 +1056,21 @@ def load_checkpoint(
 
     Returns:
         The `progress` that was saved, with `step` and `world_size`.
+
+    Raises:
+        UserError: the checkpoint is of a model with other parameters.
     """
     progress = json.loads((path / "progress.json").read_text())
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    saved_shapes = {name: entry.size for name, entry in saved.items() if name.startswith("model.")}
+    shapes = {f"model.{name}": tensor.shape for name, tensor in model_state.items()}
+    if saved_shapes != shapes:  # fewer parameters would be loaded without a word
+        name = min(name for name in saved_shapes | shapes if saved_shapes.get(name) != shapes.get(name))
+        raise UserError(
+            f"{path} is of another model, which differs in {name.removeprefix('model.')}; resume with the model it was "
+            "made with, or choose another --output-dir"
+        )
     state = {"model": model_state, "optimizer": optimizer_state["state"]}
     if progress["world_size"] == world.world_size:
         state |= {f"rank{world.rank}.{name}": tensor for name, tensor in rank_state.items()}

@@ -257,7 +257,7 @@ def load_config(
     """The shape of the model.
 
     Raises:
-        common.UserError: it cannot be read, is not like Llama, or knows fewer tokens than the tokenizer.
+        common.UserError: it cannot be read, or knows fewer tokens than the tokenizer or positions than a sequence.
     """
     num_tokens = len(tokenizer)
     if args.model in MODELS:
@@ -279,6 +279,11 @@ def load_config(
         raise common.UserError(
             f"--tokenizer {args.tokenizer} has {num_tokens:,} tokens and --model {args.model} knows "
             f"{config.vocab_size:,}; leave out --tokenizer"
+        )
+    if args.seq_length > getattr(config, "max_position_embeddings", math.inf):
+        raise common.UserError(
+            f"--model {args.model} knows {config.max_position_embeddings:,} positions, less than --seq-length "
+            f"{args.seq_length:,}; lower it"
         )
     return config
 
@@ -990,6 +995,9 @@ def main(args: argparse.Namespace, world: World) -> None:
         speed=f"{flops / 1e6:,.1f} MFLOP a token; peak of a process: "
         + (f"{peak / 1e12:,.3f} TFLOP/s" if peak else "unknown, so no MFU: give --peak-tflops"),
         settings=common.departures(args, DEFAULTS, "the recipe's"),
+        warm_up=f"the run ends before its {args.warmup_steps:,} steps of warm-up do: --warmup-steps sets fewer"
+        if args.warmup_steps > args.max_steps
+        else None,
         resumed=checkpoint and str(checkpoint),
     )
     if args.compare_strategies:

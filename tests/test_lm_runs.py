@@ -116,6 +116,7 @@ def test_local_shards_train_and_their_broken_records_are_reported(tmp_path):
     pattern = write_shards(tmp_path, [60, 60])
     options = (*SMALL, "--dataset", pattern, "--tokenizer", "builtin", "--max-steps", 2, "--output-dir", tmp_path / "o")
     finished = succeed("lm_multinode.py", *options, processes=2, fork=True)
+    assert "the run ends before its 3 steps of warm-up do" in finished.stdout
     assert "2 files" in finished.stdout and "broken_records_skipped" not in finished.stdout
     with open(tmp_path / "c4.json", "w") as file:  # not packed, and only every second line is a record
         file.writelines('{"text": "a text of some words"}\n{"te\n' for _ in range(300))
@@ -216,6 +217,9 @@ def test_bad_input_is_one_sentence(tmp_path):
     t5, gpt = tmp_path / "t5", tmp_path / "gpt"
     make_model(t5)
     gpt.mkdir()
+    short = tmp_path / "short"
+    short.mkdir()
+    (short / "config.json").write_text('{"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 64}')
     (gpt / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}')
     (tmp_path / "file").write_text("")
     hybrid = ("--sharding-strategy", "HYBRID_SHARD")
@@ -252,6 +256,11 @@ def test_bad_input_is_one_sentence(tmp_path):
             "has 2,048 tokens and --model .* knows 1,024; leave out",
         ),
         (("--model", gpt, "--tokenizer", "builtin", "--global-batch-size", 8, *output), None, "is a gpt2, whose parts"),
+        (
+            ("--model", short, "--tokenizer", "builtin", "--seq-length", 128, *output),
+            None,
+            "knows 64 positions, less than --seq-length 128; lower it",
+        ),
         (("--seq-length", 99_999, *output), None, "less than one sequence; raise --num-validation-texts or lower"),
         (("--output-dir", tmp_path / "file"), 2, "cannot be written"),
     ]

@@ -211,6 +211,22 @@ def test_exports_hold_each_shared_weight_once(resumed):
     assert "lm_head.weight" not in weights
 
 
+@pytest.mark.parametrize("changes", [{"num_layers": 1}, {"num_layers": 3}, {"d_ff": 96}])
+def test_a_checkpoint_of_another_model_is_refused(resumed, tmp_path, articles_csv, changes):
+    """Also one of more layers, whose rest would go unused; the folder that --model names may have been replaced."""
+    shutil.copytree(resumed / "whole2" / "checkpoints" / "step-15", tmp_path / "checkpoints" / "step-15")
+    progress = tmp_path / "checkpoints" / "step-15" / "progress.json"
+    model = make_model(tmp_path / "model", **changes)
+    saved = json.loads(progress.read_text())
+    saved["must_match"]["model"] = str(model)
+    progress.write_text(json.dumps(saved))
+    arguments = ("--model", model, "--dataset", articles_csv, "--num-train-samples", 0, "--max-target-length", SUMMARY)
+    finished = run("t5_fsdp.py", *arguments, "--resume", "--output-dir", tmp_path, processes=2, fork=True)
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr, finished.stderr[-3000:]
+    assert "step-15 is of another model, which differs in " in finished.stderr
+    assert "resume with the model it was made with" in finished.stderr
+
+
 def test_a_fresh_run_does_not_touch_old_checkpoints(resumed, dropout_model, articles_csv):
     arguments = ("--model", dropout_model, "--dataset", articles_csv, "--num-train-samples", 0)
     for flags, sentence in (
