@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -60,7 +61,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.profiler import profile
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 import datasets
@@ -327,7 +327,7 @@ def return_chunked_loss(model: nn.Module) -> None:
             return forward(*args, **kwargs)
         hidden = model.model(*args, **kwargs).last_hidden_state.flatten(0, 1)
         chunks = zip(hidden.split(CHUNK), targets.flatten().split(CHUNK), strict=True)
-        return sum(checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks)
+        return sum(torch.utils.checkpoint.checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks)
 
     def loss_of_chunk(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model.lm_head(hidden).float(), targets, ignore_index=-100, reduction="sum")

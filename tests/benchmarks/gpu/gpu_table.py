@@ -1,6 +1,6 @@
 """What the scripts do on one GPU: speed, MFU and memory of T5 and the 150m Llama, beside what the documents claim.
 
-    python tests/benchmarks/gpu/gpu_table.py                        # everything, about half an hour
+    python tests/benchmarks/gpu/gpu_table.py                        # everything
     python tests/benchmarks/gpu/gpu_table.py --parts lm,lm-best     # or a part of it
     python tests/benchmarks/gpu/gpu_table.py --device cpu --tiny    # the same code on tiny shapes, to try it
 
