@@ -694,6 +694,10 @@ def bytes_sent_per_step(args: argparse.Namespace, world: World, config: transfor
 # ---- Training --------------------------------------------------------------------------------------------------
 
 
+# Of one rank since the last report: loss sum, first step whose loss is not finite.
+EMPTY_WINDOW = (0.0, math.inf)
+
+
 @dataclasses.dataclass
 class Progress:
     """Where training stands, the same on every rank. Saved in each checkpoint."""
@@ -1010,7 +1014,7 @@ def main(args: argparse.Namespace, world: World) -> None:
         metrics.say(str(model))
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout, if there is any, has one per rank
     progress, position = Progress(run_date), START
-    window = torch.tensor([0.0, math.inf], device=world.device)  # since the last report: loss sum, first bad step
+    window = torch.tensor(EMPTY_WINDOW, device=world.device)
     if checkpoint:
         rank_state = {"window": window, **common.random_states(world.device)}
         saved = common.load_checkpoint(checkpoint, model, optimizer, rank_state, world)
@@ -1092,7 +1096,7 @@ def main(args: argparse.Namespace, world: World) -> None:
                     fields["broken_records_skipped"] = skipped
                 with tqdm.external_write_mode():
                     metrics.report("step", step=step, **fields)
-                window = torch.tensor([0.0, math.inf], device=world.device)
+                window = torch.tensor(EMPTY_WINDOW, device=world.device)
                 progress.steps_since_report, seconds, waited, steps = 0, 0.0, 0.0, 0
             if is_last or step % args.validate_every == 0:
                 with tqdm.external_write_mode():

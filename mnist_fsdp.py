@@ -492,10 +492,8 @@ def compare(results: list[dict]) -> None:
         elif on_cpu and speed < 1:
             why = "the processes share the cores that local training had alone, and communication comes on top"
         elif on_cpu:
-            why = (
-                f"no cores were added; the optimizer makes 1/{count} of the steps, and beyond a few percent it is the "
-            )
-            why += "noise of a short run, or other work took the machine during one half: measure again"
+            why = f"no cores were added; the optimizer makes 1/{count} of the steps, and beyond a few percent it is "
+            why += "the noise of a short run, or other work took the machine during one half: measure again"
         elif speed < 1:
             why = f"{count} devices compute, but a step is too short to hide the communication between them"
         else:

@@ -31,7 +31,7 @@ def test_default_run_of_the_shallow_network_learns_the_digits(tmp_path):
     text = " ".join(finished.stdout.split())
     assert f"each process holds 50% of the state and peaks at {peak:.0%} of the memory" in text
     assert f"FSDP trains {speed:.2f} times as many samples per second: " in text
-    why = "communication comes on top" if speed < 1 else "noise of a short run"
+    why = "communication comes on top" if speed < 1 else "noise of a short run, or other work"
     assert why in text
     model = mnist_fsdp.ShallowNet()
     [path] = tmp_path.glob("mnist-shallow-local-*.safetensors")
