@@ -202,3 +202,13 @@ def test_switches_switch_off(tmp_path, tiny_model, articles_csv):
     assert {"validation_loss", "rougeL", "peak_memory_gb", "state_bytes", "parameter_bytes"} <= set(
         epochs["save-model"]
     )
+
+
+def test_bf16_runs_where_it_is_emulated_and_auto_leaves_it(tmp_path, tiny_model, articles_csv):
+    arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 8, "--epochs", 1]
+    arguments += ["--max-target-length", 8, "--no-run-validation", "--no-save-model"]
+    for precision, chosen in (("bf16", "bf16"), ("auto", "fp32")):
+        options = (*arguments, "--precision", precision, "--output-dir", tmp_path / precision)
+        finished = succeed("t5_fsdp.py", *options, ATEN_CPU_CAPABILITY="avx2")  # read by PyTorch when it is imported
+        assert f"precision  {chosen}: " in finished.stdout
+        assert finished.stderr.count("only emulates bf16, which is slow") == (precision == "bf16")

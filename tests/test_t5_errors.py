@@ -56,7 +56,6 @@ def cases(folder):
         "prefetch": (("--backward-prefetch", "post"), "--backward-prefetch post needs --fsdp-version 1", none),
         "no such device": (("--device", "xpu"), "--device xpu: torch", none),
         "no collectives": (("--device", "mps"), "use --device cpu", none),
-        "bf16": (("--precision", "bf16"), "does not compute in bf16", {"ATEN_CPU_CAPABILITY": "avx2"}),
         "output is a file": ((output, folder / "occupied"), "cannot be written", none),
         "output below a file": ((output, folder / "occupied" / "deep"), "cannot be written", none),
     }
