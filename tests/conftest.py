@@ -1,7 +1,6 @@
 """Helpers: run the scripts as users do, and read what they report."""
 
 import csv
-import gzip
 import json
 import os
 import re
@@ -34,7 +33,8 @@ def pytest_sessionstart():
 
 
 def run(script, *arguments, processes=None, fork=False, kill=None, timeout=300, **environment):
-    """Run a script, under torchrun when `processes` is given. Returns the finished process, output as text.
+    """Run a script, under torchrun when `processes` is given, else by `python` alone, which starts two processes unless
+    --num-processes says otherwise. Returns the finished process, output as text.
 
     With `fork` the processes are forks of one that has the imports done, and `kill` can end one: see forked.py.
     """
@@ -64,7 +64,7 @@ def run_many(script, settings, processes, *switches, fork=True, **options):
 def check_bad_input(script, as_users, as_forks, **environment):
     """Each case, (arguments, processes, pattern), ends with code 2 and one line on stderr that the pattern is found in.
 
-    Torchrun ends with 1 and adds its own report, with a traceback. Two cases at a time: they mostly wait for imports.
+    Torchrun itself ends with 1 and adds its own report. Two cases at a time: they mostly wait for imports.
     """
 
     def finish(case):
@@ -81,10 +81,10 @@ def check_bad_input(script, as_users, as_forks, **environment):
             assert under_torchrun or "Traceback" not in finished.stderr, finished.stderr
 
 
-def reports(output_dir, kind):
-    """The reports of one kind ("step", "epoch" or "settings") in `metrics.jsonl`."""
+def records(output_dir, *names):
+    """The records of `metrics.jsonl` that hold all of these names: "loss" for rows of training, "val_loss" of validation."""
     lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [report for report in map(json.loads, lines) if report["report"] == kind]
+    return [record for record in map(json.loads, lines) if set(names) <= set(record)]
 
 
 def write_csv(path, rows):
@@ -96,21 +96,22 @@ def write_csv(path, rows):
     return path
 
 
-def write_idx(folder, images, labels, train, zipped=False):
-    """Write uint8 images (count, 28, 28) and labels (count,) as MNIST's two files."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_idx(folder, images, labels, train):
+    """Write uint8 images (count, 28, 28) and labels (count,) as torchvision keeps MNIST's files below `folder`."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
     for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
         header = bytes([0, 0, 8, array.dim()]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-        content = header + array.to(torch.uint8).numpy().tobytes()
-        name = f"{'train' if train else 't10k'}-{kind}-ubyte"
-        (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
+        (raw / f"{'train' if train else 't10k'}-{kind}-ubyte").write_bytes(
+            header + array.to(torch.uint8).numpy().tobytes()
+        )
 
 
-def write_mnist(folder, num_train=192, num_test=100, **options):
+def write_mnist(folder, num_train=192, num_test=100):
     """Write the built-in digits in MNIST's format."""
     for count, seed, train in ((num_train, 0, True), (num_test, 1, False)):
         images, labels = mnist_fsdp.draw_digits(count, seed).tensors
-        write_idx(folder, (images * 0.3081 + 0.1307).mul(255).round().squeeze(1), labels, train, **options)
+        write_idx(folder, images.clamp(0, 1).mul(255).round().squeeze(1), labels, train)
     return folder
 
 
@@ -126,19 +127,11 @@ def articles_csv(tmp_path_factory):
     return write_csv(tmp_path_factory.mktemp("data") / "articles.csv", [common.builtin_article(i) for i in range(200)])
 
 
-def train_tokenizer(texts, **options):
-    """common.train_tokenizer in a process group of one, which ends with it."""
-    world = common.setup_distributed("cpu")
-    try:
-        return common.train_tokenizer(world, texts, vocab_size=1000, **options)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def make_model(folder, dropout=0.0, **changes):
     """Write a tiny T5 with random weights and a tokenizer, as `from_pretrained` reads them."""
     articles = [common.builtin_article(index) for index in range(100)]
-    tokenizer = train_tokenizer(text for a in articles for text in (a["text"], a["headline"]))
+    texts = (text for article in articles for text in (article["text"], article["headline"]))
+    tokenizer = common.train_tokenizer(texts, 1000, append_eos=True)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": dropout} | changes

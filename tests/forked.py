@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,6 @@ import time
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from unittest import mock
-
-import torch.distributed as dist
 
 FOLDER = Path(__file__).parent
 OURS = [path.stem for path in FOLDER.parent.glob("*.py")]
@@ -57,8 +56,10 @@ def launch(script, arguments, processes, environment, timeout, kill=None):
     """
     environments = [environment]
     if processes:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # takes a free port
-        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port - 1}  # the scripts take the next one
         shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         places = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
         environments = [environment | {name: str(value) for name, value in place.items()} for place in places]

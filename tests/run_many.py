@@ -19,19 +19,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
 
 script = importlib.import_module(sys.argv[1])
-world = common.setup_distributed("cpu")
+world = common.setup(None)  # on the CPU
 if "no-dropout" in sys.argv:
     torch.nn.Dropout.forward = lambda self, x: x  # each rank has its own dropout: parity needs none
 if "record-shards" in sys.argv:
-    export = common.export_model
+    export = common.export
 
-    def record_shards(world, model, whole, tokenizer, folder):
+    def record_shards(model, tokenizer, folder, world):
         """Also write the sum of each of this rank's own shards, next to the model."""
-        export(world, model, whole, tokenizer, folder)
+        export(model, tokenizer, folder, world)
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         torch.save(torch.stack([p.detach().double().sum() for p in shards]), folder.parent / f"shards-{world.rank}.pt")
 
-    common.export_model = record_shards
+    common.export = record_shards
 if "infinite-loss" in sys.argv:
     summed_loss, calls = script.summed_loss, []
 
@@ -66,6 +66,6 @@ for arguments in json.loads(sys.argv[2]):
     try:
         script.main(script.parse_args(), world)
     except common.UserError as error:
-        common.exit_with_error(str(error))
+        common.fail(str(error))
     gc.collect()
 dist.destroy_process_group()
