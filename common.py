@@ -101,13 +101,12 @@ def run(main: Callable[[argparse.Namespace, World], None], args: argparse.Namesp
     """Call `main(args, world)` in every process; without torchrun, start them first."""
     try:
         accelerator = find_accelerator(args.device)
+        if args.fsdp_version == 1 and args.save_model and not accelerator and torch.__version__ < (2, 14):
+            raise UserError("before torch 2.14 FSDP1 cannot save a whole model on a CPU; add --no-save-model")
         count = args.num_processes or (torch.accelerator.device_count() if accelerator else 2)  # two on a CPU
         if "RANK" not in os.environ and count > 1:
             return start_processes(count)
-        world = setup(accelerator)
-        if args.fsdp_version == 1 and args.save_model and world.device.type == "cpu" and torch.__version__ < (2, 14):
-            raise UserError("before torch 2.14 FSDP1 cannot save a whole model on a CPU; add --no-save-model")
-        main(args, world)
+        main(args, setup(accelerator))
     except (UserError, OSError, dist.DistNetworkError) as error:  # OSError: of a file, the disk, the Hub
         fail(" ".join(str(error).split()))
     except KeyboardInterrupt:

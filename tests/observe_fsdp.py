@@ -7,23 +7,42 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from transformers import T5Config, T5ForConditionalGeneration
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
 import t5_fsdp
 
+PREFETCHES = {  # how the profiler names them
+    "FullyShardedDataParallel._pre_backward_prefetch": "pre",
+    "FullyShardedDataParallel._post_backward_prefetch": "post",
+    "FSDP::backward_prefetch for": "pre",
+}
+POSITIONS = torch.arange(1000) / 7
+
+
+class WithBuffers(T5ForConditionalGeneration):
+    """A T5 with what other models have: values that are neither trained nor part of a state dict."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for module in (self, self.encoder.block[1]):
+            module.register_buffer("positions", POSITIONS.clone(), persistent=False)
+
 
 def observe(world, *arguments):
     """Parameters gathered, and why, and bytes saved for backward, in one step."""
     sys.argv = ["t5_fsdp.py", "--precision", "fp32", *arguments]
-    args = t5_fsdp.parse_args()
-    config = t5_fsdp.builtin_config(vocab_size=512)
-    model = t5_fsdp.load_model(args, config, world)
-    on_meta = all(parameter.is_meta for parameter in model.parameters())
-    model, _ = t5_fsdp.build(args, world, model)
-    weights = common.full_state_dict(model)
-    checksum = sum(weight.double().sum().item() for weight in weights.values())
-    tied = bool(weights) and torch.equal(weights["shared.weight"], weights["lm_head.weight"])
+    args, loads = t5_fsdp.parse_args(), []
+    shape = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 128, "num_layers": 2, "dropout_rate": 0.0}
+    config = T5Config(vocab_size=512, decoder_start_token_id=0, **shape)
+    t5_fsdp.load_model = lambda *arguments: loads.append(arguments) or load_model(*arguments)
+    shard = t5_fsdp.shard_with_fsdp2 if args.fsdp_version == 2 else t5_fsdp.shard_with_fsdp1
+    model = shard(args, world, init_device_mesh("cpu", (world.size,)), config)
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     ids = torch.arange(2, 66).reshape(2, 32)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, :16].contiguous()}
     saved = {}
@@ -37,40 +56,42 @@ def observe(world, *arguments):
             loss, _ = t5_fsdp.summed_loss(model, batch)
         with torch.profiler.record_function("BACKWARD"):
             loss.backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
     events = profiler.events()
     backward = next(event.time_range.start for event in events if event.name == "BACKWARD")
-    gathers = [
-        event.time_range.start for event in events if event.name in ("c10d::allgather_", "c10d::_allgather_base_")
-    ]
-    prefetches = {
-        "FullyShardedDataParallel._pre_backward_prefetch": "pre",
-        "FullyShardedDataParallel._post_backward_prefetch": "post",
-        "FSDP::backward_prefetch for": "pre",
-    }
+    kinds = ("c10d::allgather_", "c10d::_allgather_base_")
+    gathers = [event.time_range.start for event in events if event.name in kinds]
 
     def cause(time):
         """Which prefetch a gather belongs to, or "need" when it was made for the unit that waits for it."""
         for event in events:
-            for name, kind in prefetches.items():
+            for name, kind in PREFETCHES.items():
                 if event.name.startswith(name) and event.time_range.start <= time <= event.time_range.end:
                     return kind
         return "need"
 
+    every_rank = {
+        "loads": len(loads),
+        "buffers": [buffer.tolist() == POSITIONS.tolist() for buffer in model.buffers()],
+        "state_gb": common.state_gb(model, optimizer),
+    }
+    dist.all_gather_object(ranks := [None] * world.size, every_rank)
     return {
-        "on_meta": on_meta,
-        "checksum": checksum,
-        "tied": tied,
+        "parameters": common.describe_size(model, world).split()[0],
+        "checksum": sum(weight.double().sum().item() for weight in weights.values()),
+        "tied": bool(weights) and torch.equal(weights["shared.weight"], weights["lm_head.weight"]),
         "saved_bytes": sum(saved.values()),
         "forward_gathers": sum(time < backward for time in gathers),
         "backward_gathers": sorted(cause(time) for time in gathers if time > backward),
-    }
+    } | {name: [rank[name] for rank in ranks] for name in every_rank}
 
 
-world = common.setup_distributed("cpu")
+world = common.setup(None)
+t5_fsdp.T5ForConditionalGeneration = WithBuffers
+load_model = t5_fsdp.load_model
 results = [observe(world, *arguments) for arguments in json.loads(sys.argv[1])]
-on_meta = [None] * world.world_size
-dist.all_gather_object(on_meta, [result["on_meta"] for result in results])
 if world.rank == 0:
-    print(json.dumps({"results": results, "on_meta": on_meta}))
+    print(json.dumps(results))
 gc.collect()
 dist.destroy_process_group()

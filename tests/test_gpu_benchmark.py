@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -25,23 +26,22 @@ def run_forked(case, options):
 
 
 def test_rows_are_measured():
-    for part, index in (("lm", 3), ("lm-best", 1), ("t5-base", 3)):
+    for part, index in (("lm", 3), ("lm-best", 1), ("t5-base", 3), ("t5-base", 6)):
         case = gpu_table.cases(part, tiny=True)[index] | {"compile": False, "profile": part == "lm-best"}
         result, printed = run_forked(case, None)
-        tokens = {"lm": 1024, "t5": gpu_table.SOURCE + gpu_table.TARGET}[case["kind"]]
-        tokens = 128 if case["model"] == "tiny" and case["kind"] == "lm" else tokens
-        assert result["tokens_per_second"] == pytest.approx(tokens * result["samples_per_second"])
-        assert result["tokens_per_second"] > 100 and 0 < result["mfu"] < 0.5  # of the teraflop that FLAGS claims
-        assert 0.1 < result["peak_memory_gb"] < 8
+        tokens = {"lm": 128, "t5": gpu_table.SOURCE + gpu_table.TARGET}[case["kind"]]
+        assert result["tokens/s"] == pytest.approx(tokens * result["samples/s"])
+        assert result["tokens/s"] > 10 and 0 < result["mfu"] < 0.5  # of the teraflop that FLAGS claims
+        assert 0.1 < result["peak_gb"] < 8
         assert ("aten::mm" in printed) == case["profile"]
 
 
 def test_the_table_and_the_claims_hold_the_measurements(monkeypatch, capsys):
     monkeypatch.setattr(gpu_table, "run_case", run_forked)
-    options = gpu_table.argparse.Namespace(tiny=True)
+    options = SimpleNamespace(tiny=True)
     inits = gpu_table.run_part("init", options)
     table = capsys.readouterr().out
-    assert [case["way"] for case, _ in inits] == [line.split("|")[2].strip() for line in table.splitlines()[5:]]
+    assert [line.split("|")[2].strip() for line in table.splitlines()[5:]] == list(gpu_table.WAYS)
     assert all(0 < result["seconds"] < 60 for _, result in inits)
 
     def fake(case, options):
@@ -51,7 +51,7 @@ def test_the_table_and_the_claims_hold_the_measurements(monkeypatch, capsys):
             speed, memory = speed * 0.75, memory / 2
         if case["fsdp"] == 1 and case["checkpointing"]:
             return {"note": "out of memory"}, ""
-        return {"samples_per_second": 1.0, "tokens_per_second": speed, "mfu": 0.3, "peak_memory_gb": memory}, ""
+        return {"samples/s": 1.0, "tokens/s": speed, "mfu": 0.3, "peak_gb": memory}, ""
 
     monkeypatch.setattr(gpu_table, "run_case", fake)
     results = gpu_table.run_part("lm", options)
@@ -65,7 +65,7 @@ def test_the_table_and_the_claims_hold_the_measurements(monkeypatch, capsys):
         "checkpointing, speed | 0.75 to 0.75",
         "compile, speed | 1.50 to 1.50 | not measured | not measured |",
         "FSDP2, speed of FSDP1's | 1.00 to 1.00",
-        f"FSDP1 with device_id | | | {inits[1][1]['seconds']:.2f} s",
+        f"FSDP1 with device_id |  |  | {inits[1][1]['seconds']:.2f} s",
     ):
         assert line in claims
 
@@ -77,21 +77,23 @@ def test_t5s_flops_are_those_of_its_matrix_products():
         model = T5ForConditionalGeneration(config)
     source, target, inner, layers = gpu_table.SOURCE, gpu_table.TARGET, 8 * 4, 2
     # Keys and values of the decoder's attention to the encoder: its weights, but for the encoder's tokens.
-    cross = sum(
-        p.numel()
-        for n, p in model.named_parameters()
-        if n.endswith(("EncDecAttention.k.weight", "EncDecAttention.v.weight"))
+    names = ("EncDecAttention.k.weight", "EncDecAttention.v.weight")
+    cross = sum(parameter.numel() for name, parameter in model.named_parameters() if name.endswith(names))
+    encoder, decoder = (
+        sum(p.numel() for name, p in part.block.named_parameters() if p.dim() == 2 and "bias" not in name)
+        for part in (model.encoder, model.decoder)
     )
-    blocks = {
-        name: sum(
-            p.numel() for n, p in getattr(model, name).block.named_parameters() if p.dim() == 2 and "bias" not in n
-        )
-        for name in ("encoder", "decoder")
-    }
-    products = source * (blocks["encoder"] + cross) + target * (blocks["decoder"] - cross)
-    products += target * config.d_model * config.vocab_size
+    products = source * (encoder + cross) + target * (decoder - cross) + target * config.d_model * config.vocab_size
     attention = 2 * layers * inner * (source * source + target * target + target * source)
-    with gpu_table.FlopCounterMode(display=False) as counter, torch.device("meta"):
-        ids = {"input_ids": torch.ones(1, source, dtype=torch.long), "labels": torch.ones(1, target, dtype=torch.long)}
-        model(**ids)
-    assert counter.get_total_flops() == 2 * (products + attention)
+    assert gpu_table.t5_forward_flops(config) == 2 * (products + attention)
+
+
+def test_the_llamas_flops_are_those_of_palms_formula():
+    """6 FLOPs for each weight but the embedding, and 12 for attention's layers x width x length."""
+    case = gpu_table.cases("lm", tiny=True)[0]
+    world = gpu_table.common.setup(None)
+    _, flops, length = gpu_table.make_lm(case, world, 1)
+    torch.distributed.destroy_process_group()
+    hidden, width, layers = 128, 352, 2
+    weights = layers * (4 * hidden * hidden + 3 * hidden * width + 2 * hidden) + hidden + hidden * 2048
+    assert flops == pytest.approx(6 * weights + 12 * layers * hidden * length)

@@ -1,9 +1,14 @@
-"""mnist_fsdp.py from the command line: the comparison, the data, the units, processes without torchrun."""
+"""mnist_fsdp.py from the command line: the comparison, the data, the units, bad input, and how a run ends."""
 
-import gzip
+import argparse
+import functools
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn as nn
@@ -11,37 +16,52 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 import pytest
-from conftest import ROOT, check_bad_input, reports, run_many, succeed, write_idx, write_mnist
+from conftest import ROOT, check_bad_input, records, run, run_many, succeed, write_mnist
 from safetensors.torch import load_file
 
 import common
 import mnist_fsdp
 
 
-def test_default_run_of_the_shallow_network_learns_the_digits(tmp_path):
-    """The bare command but for the deep network and the third epoch; the sentences say what the numbers say."""
-    options = ("--model", "shallow", "--epochs", 2, "--save-model", "--output-dir", tmp_path)
-    finished = succeed("mnist_fsdp.py", *options)
-    local, fsdp = reports(tmp_path, "result")
-    assert (local["mode"], local["processes"], local["parameters"]) == ("local", 1, 1_199_882)
-    assert (fsdp["mode"], fsdp["processes"], fsdp["parameters"]) == ("fsdp", 2, 599_941)
-    assert local["test_accuracy"] >= 0.98 and fsdp["test_accuracy"] >= 0.95
-    assert fsdp["state_bytes"] == pytest.approx(local["state_bytes"] / 2, rel=0.01)
-    peak, speed = (fsdp[name] / local[name] for name in ("peak_memory_gb", "samples_per_second"))
-    text = " ".join(finished.stdout.split())
-    assert f"each process holds 50% of the state and peaks at {peak:.0%} of the memory" in text
-    assert f"FSDP trains {speed:.2f} times as many samples per second: " in text
-    why = "communication comes on top" if speed < 1 else "noise of a short run, or other work"
-    assert why in text
-    model = mnist_fsdp.ShallowNet()
-    [path] = tmp_path.glob("mnist-shallow-local-*.safetensors")
-    model.load_state_dict(load_file(path))
+@pytest.fixture
+def world():
+    """A process group of one, in this process."""
+    yield common.setup(None)
+    torch.distributed.destroy_process_group()
+
+
+def tables(stdout):
+    """The tables that were printed, each with its header: the table of each half, and both side by side."""
+    texts = re.split(r"^(?=network +mode)", stdout, flags=re.MULTILINE)[1:]
+    return [re.findall(r"^(?:network| *(?:shallow|deep) +(?:local|fsdp)) .*", text, re.MULTILINE) for text in texts]
+
+
+def test_the_bare_command_without_the_deep_network_learns_the_digits(tmp_path):
+    """Both halves learn, each process holds half of the state, and both saved networks score as reported."""
+    finished = succeed("mnist_fsdp.py", "--model", "shallow", "--save-model", "--output-dir", tmp_path, timeout=900)
+    assert "torchrun --standalone --nproc_per_node 2 " in finished.stdout
+    assert finished.stdout.count("1,199,882 parameters") == 2
+    rows = records(tmp_path, "loss")
+    kinds = [(row["mode"], row["processes"], row["epoch"]) for row in rows]
+    assert kinds == [("local", 1, 1), ("local", 1, 2), ("local", 1, 3), ("fsdp", 2, 1), ("fsdp", 2, 2), ("fsdp", 2, 3)]
+    local, fsdp = rows[2], rows[5]
+    assert local["accuracy"] >= 0.97 and fsdp["accuracy"] >= 0.9
+    assert local["state_gb"] == pytest.approx(16 * 1_199_882 / 2**30, rel=0.01)
+    assert fsdp["state_gb"] == pytest.approx(local["state_gb"] / 2, rel=0.02)
+    assert local["peak_gb"] > 0.1 and fsdp["peak_gb"] > 0.1  # PyTorch alone takes more
+    of_local, of_fsdp, both = tables(finished.stdout)
+    assert [of_local[0], of_local[3], of_fsdp[3]] == both
+    assert len({len(line) for line in both}) == 1
     images, labels = mnist_fsdp.draw_digits(2000, 3).tensors  # the test images of seed 1
-    model.eval()
-    with torch.no_grad():
-        outputs = torch.cat([model(part) for part in images.split(1000)])
-        correct = (outputs.argmax(1) == labels).sum().item()
-    assert correct == local["test_correct"]
+    for row in (local, fsdp):
+        model = mnist_fsdp.Network(128)
+        [path] = tmp_path.rglob(f"shallow-{row['mode']}*/**/*.safetensors")
+        model.load_state_dict(load_file(path))
+        model.eval()
+        with torch.no_grad():
+            outputs = torch.cat([model(part) for part in images.split(1000)])
+        assert F.nll_loss(outputs, labels).item() == pytest.approx(row["test_loss"], abs=1e-5)
+        assert (outputs.argmax(1) == labels).sum().item() == round(2000 * row["accuracy"])
 
 
 def test_a_linear_classifier_does_not_learn_the_digits():
@@ -67,66 +87,45 @@ def test_digits_are_the_same_for_a_seed():
     assert one.tensors[0].shape == (1500, 1, 28, 28) and sorted(set(one.tensors[1].tolist())) == list(range(10))
 
 
-def test_comparison_of_both_networks_and_flags(small_mnist, tmp_path):
-    """Four rows in one table, with FSDP1, worker processes and the wrapped model printed."""
-    finished = succeed(
-        *("mnist_fsdp.py", "--dataset", "mnist", "--data-dir", small_mnist, "--epochs", 1, "--batch-size", 32),
-        *(
-            "--num-train-samples",
-            70,
-            "--num-processes",
-            2,
-            "--fsdp-version",
-            1,
-            "--print-model",
-            "--num-workers",
-            1,
-            "--output-dir",
-            tmp_path,
-        ),
-    )
-    rows = [(r["network"], r["mode"], r["processes"]) for r in reports(tmp_path, "result")]
-    assert rows == [("shallow", "local", 1), ("deep", "local", 1), ("shallow", "fsdp", 2), ("deep", "fsdp", 2)]
-    table = [line for line in finished.stdout.splitlines() if line.startswith("| ")]
-    assert len(table) == 6 and len({len(line) for line in table}) == 1
-    assert "94,104,234" in table[3] and "1,505,667,808" in table[3]
-    for sharded, local in (("shallow", 1_199_882), ("deep", 94_104_234)):
-        [result] = [r for r in reports(tmp_path, "result") if r["network"] == sharded and r["mode"] == "fsdp"]
-        assert result["parameters"] == pytest.approx(local / 2, rel=0.02)
-        assert result["state_bytes"] == pytest.approx(4 * 4 * local / 2, rel=0.02)
-    assert "deep, memory: each process holds 50% of the state" in " ".join(finished.stdout.split())
+def test_comparison_of_both_networks(small_mnist, tmp_path):
+    """On files, with FSDP1, flags written as torchrun's are, and the networks printed with their units."""
+    flags = ("--dataset", "mnist", "--data_dir", small_mnist, "--num_train_samples=70", "--epochs", 1)
+    flags += ("--batch_size", 32, "--num_processes", 2, "--fsdp_version", 1, "--print_model", "--output_dir", tmp_path)
+    finished = succeed("mnist_fsdp.py", *flags)
+    rows = {(row["network"], row["mode"], row["processes"]): row for row in records(tmp_path, "loss")}
+    kinds = [("shallow", "local", 1), ("deep", "local", 1), ("shallow", "fsdp", 2), ("deep", "fsdp", 2)]
+    assert list(rows) == kinds
+    assert "70 images to train on, 100 to test" in finished.stdout
+    of_local, of_fsdp, both = tables(finished.stdout)
+    assert both == [of_local[0], of_local[1], of_fsdp[1], of_local[2], of_fsdp[2]]  # a network's halves together
+    for network, size in (("shallow", 1_199_882), ("deep", 94_104_234)):
+        assert finished.stdout.count(f"{size:,} parameters") == 2
+        for mode, processes in (("local", 1), ("fsdp", 2)):
+            state = rows[network, mode, processes]["state_gb"]
+            assert state == pytest.approx(16 * size / processes / 2**30, rel=0.02)
     assert finished.stdout.count("(fc1): FullyShardedDataParallel(") == 2
 
 
 def test_settings_change_what_is_trained(small_mnist, tmp_path):
-    common_flags = [
-        "--dataset",
-        "mnist",
-        "--data-dir",
-        small_mnist,
-        "--model",
-        "shallow",
-        "--epochs",
-        1,
-        "--num-workers",
-        0,
-    ]
     changes = {
         "base": [],
         "seed": ["--seed", 2],
         "lr": ["--lr", 0.01],
         "batch": ["--batch-size", 32],
         "samples": ["--num-train-samples", 130],
-        "epochs": ["--epochs", 2],
+        "epochs": ["--epochs", 2, "--print-model"],
+        "dataset": ["--dataset", "builtin", "--num-train-samples", 192],
+        "units": ["--min-num-params", 100, "--print-model", "--lr", 0.02],
+        "deep": ["--dataset", "builtin", "--model", "deep", "--num-train-samples", 64, "--epochs", 2],
     }
-    settings = [
-        [*common_flags, "--batch-size", 64, *change, "--output-dir", tmp_path / name]
-        for name, change in changes.items()
-    ]
-    run_many("mnist_fsdp", settings, 1)
-    losses = {name: reports(tmp_path / name, "result")[0]["test_loss"] for name in changes}
-    assert len(set(losses.values())) == len(changes)
-    assert [len(reports(tmp_path / name, "epoch")) for name in ("base", "epochs")] == [1, 2]
+    base = ["--dataset", "mnist", "--data-dir", small_mnist, "--model", "shallow", "--epochs", 1, "--batch-size", 64]
+    settings = [[*base, *change, "--output-dir", tmp_path / name] for name, change in changes.items()]
+    finished = run_many("mnist_fsdp", settings, 1)
+    rows = {name: records(tmp_path / name, "loss") for name in changes}
+    assert len({of_one[-1]["test_loss"] for of_one in rows.values()}) == len(changes)
+    # Over drawn digits the deep network makes one epoch, whatever --epochs says.
+    assert {name: len(of_one) for name, of_one in rows.items() if len(of_one) > 1} == {"epochs": 2}
+    assert finished.stdout.count("FSDPNetwork(") == 2 and finished.stdout.count("FSDPConv2d(1, 32") == 1
 
 
 class Nested(nn.Module):
@@ -143,148 +142,139 @@ class Nested(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-@pytest.mark.parametrize("network", [mnist_fsdp.ShallowNet, mnist_fsdp.DeepNet, Nested])
-def test_both_versions_make_the_same_units(network):
-    """Lists of units for several bounds; with 20,000 those of the notebook."""
-    common.setup_distributed("cpu")
-    try:
-        mesh = mnist_fsdp.init_device_mesh("cpu", (1,))
-        counts = set()
-        for bound in (60, 100, 200, 20_000, 2_000_000):
-            two = mnist_fsdp.shard_with_fsdp2(network(), mesh, bound)
-            one = mnist_fsdp.shard_with_fsdp1(network(), mesh, bound)
-            units = {name for name, module in two.named_modules() if isinstance(module, FSDPModule)}
-            clean = {
-                name.replace("_fsdp_wrapped_module", "")
-                for name, m in one.named_modules()
-                if isinstance(m, mnist_fsdp.FSDP)
-            }
-            assert {name.replace("..", ".").strip(".") for name in clean} == units
-            counts.add(len(units))
-            if bound == 20_000 and network is mnist_fsdp.DeepNet:
-                assert units == {"", "fc1", "fc1a", "fc1b", "fc1c", "fc1d"}
-        assert len(counts) > 1
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.parametrize("network", ["shallow", "deep", "nested"])
+def test_both_versions_make_the_same_units(network, world):
+    """For several bounds; with 20,000 those of the notebook."""
+    mesh = mnist_fsdp.init_device_mesh("cpu", (1,))
+    make = Nested if network == "nested" else functools.partial(mnist_fsdp.Network, *mnist_fsdp.NETWORKS[network])
+    units = {}
+    for bound in (20_000, 2_000_000) if network == "deep" else (60, 100, 200, 20_000, 2_000_000):
+        args, models = argparse.Namespace(min_num_params=bound), []
+        for shard in (mnist_fsdp.shard_with_fsdp2, mnist_fsdp.shard_with_fsdp1):
+            with torch.device("meta"):  # spares the 94 million random numbers
+                model = make()
+            models.append(shard(args, world, mesh, model.to_empty(device="cpu")))
+        kinds = [(FSDPModule, models[0]), (mnist_fsdp.FSDP, models[1])]
+        two, one = ([name for name, module in model.named_modules() if isinstance(module, k)] for k, model in kinds)
+        clean = {name.replace("_fsdp_wrapped_module", "").replace("..", ".").strip(".") for name in one}
+        units[bound] = set(two)
+        assert clean == units[bound]
+    assert len(set(map(frozenset, units.values()))) > 1
+    wanted = {"shallow": {"", "fc1"}, "deep": {"", "fc1", "fc2.0", "fc2.1", "fc2.2", "fc2.3"}, "nested": {""}}
+    assert units[20_000] == wanted[network]
 
 
-def test_existing_mnist_is_read_offline(tmp_path, small_mnist):
-    """In torchvision's folders or flat, packed or not; all hold the same images."""
-    plain = mnist_fsdp.load_mnist(small_mnist)
-    for name, options in (("MNIST/raw", {}), ("MNIST/raw", {"zipped": True}), (".", {"zipped": True})):
-        folder = tmp_path / f"{name.count('/')}{len(options)}"
-        write_mnist(folder / name, **options)
-        for one, other in zip(plain, mnist_fsdp.load_mnist(folder), strict=True):
-            assert torch.equal(one.data, other.data) and torch.equal(one.targets, other.targets)
-    image, label = plain[0][0]
-    assert image.shape == (1, 28, 28) and label == plain[0].targets[0].item()
-    drawn = mnist_fsdp.draw_digits(192, 0).tensors[0][0]
-    assert torch.allclose(image, drawn, atol=0.5 / 255 / 0.3081 + 1e-6)
+def load_mnist(folder, world):
+    return mnist_fsdp.load_digits(argparse.Namespace(dataset="mnist", data_dir=folder, num_train_samples=0), world)
 
 
-def broken_folders(folder):
-    """{name: (folder, what the sentence must say)}"""
-    images, labels = torch.zeros(20, 28, 28), torch.zeros(20)
-    for name in ("truncated", "empty", "counts", "size", "labels", "zip"):
-        write_mnist(folder / name, 20, 20)
-    for name in ("truncated", "empty"):
-        path = folder / name / "train-images-idx3-ubyte"
-        path.write_bytes(path.read_bytes()[:-5] if name == "truncated" else b"")
-    write_idx(folder / "counts", images, labels[:-1], train=False)
-    write_idx(folder / "size", images[:, :20, :20], labels, train=True)
-    write_idx(folder / "labels", images, labels + 10, train=True)
-    path = folder / "zip" / "train-images-idx3-ubyte"
-    path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes())[:-20])
-    path.unlink()
-    return {
-        "truncated": "training files in .* are broken",
-        "empty": "training files in .* are broken",
-        "counts": r"hold images \(20, 28, 28\) and labels \(19,\)",
-        "size": r"hold images \(20, 20, 20\)",
-        "labels": "as many labels of 0 to 9",
-        "zip": "train-images-idx3-ubyte.gz could not be unpacked",
-    }
+def test_existing_mnist_is_read(small_mnist, world):
+    """As the pixels are, in the notebook's scale."""
+    for part, (count, seed) in zip(load_mnist(small_mnist, world), ((192, 0), (100, 1)), strict=True):
+        images, labels = part[:]
+        drawn, wanted = mnist_fsdp.draw_digits(count, seed).tensors
+        assert torch.equal(labels, wanted)
+        pixels = (images * 0.3081 + 0.1307) * 255
+        assert pixels.shape == drawn.shape and (pixels - (drawn.clamp(0, 1) * 255).round()).abs().max() < 0.01
 
 
-def test_broken_files_are_named(tmp_path):
-    for name, sentence in broken_folders(tmp_path).items():
-        with pytest.raises(common.UserError, match=sentence):
-            mnist_fsdp.load_mnist(tmp_path / name)
-
-
-def test_weights_that_cannot_be_saved_are_one_sentence(tmp_path):
-    world = common.setup_distributed("cpu")
-    try:
-        with pytest.raises(common.UserError, match=r"could not save .*absent/net.safetensors"):
-            common.save_weights(world, nn.Linear(2, 2), tmp_path / "absent" / "net.safetensors")
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+@pytest.mark.parametrize("left", [0, 1, 12, -5])
+def test_broken_files_are_named(name, left, tmp_path, world):
+    """Cut off in the header, in the data, or empty."""
+    path = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw" / name
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(common.UserError, match=f"MNIST in {tmp_path} cannot be read"):
+        load_mnist(tmp_path, world)
 
 
 def test_bad_input_is_one_sentence(tmp_path, small_mnist):
     """Exit code 2, one line on stderr without a traceback; torchrun adds its own report below.
 
-    Three cases start as a user's would (one with a process of its own, one under torchrun), the others as forks.
+    Some start as a user's would, the others as forks.
     """
     mnist = ("--dataset", "mnist", "--data-dir")
     (tmp_path / "file").write_text("")
-    write_mnist(tmp_path / "broken", 20, 20)
-    (tmp_path / "broken" / "t10k-labels-idx1-ubyte").write_bytes(b"\0")
+    broken = write_mnist(tmp_path / "broken", 20, 20) / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    broken.write_bytes(b"\0")
     offline = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     output = ("--output-dir", tmp_path / "output")
-    small = (*mnist, small_mnist, "--batch-size", 16, "--model", "shallow", "--num-workers", 0)
+    small = (*mnist, small_mnist, "--batch-size", 16, "--model", "shallow")
     as_users = [
-        (("--batch-size", 0), None, "must be a whole number of at least 1, not '0'"),
-        (("--batch-size", 9999, *output), None, "6,400 training images are too few for a batch of 9999 in each of 2"),
-        ((*mnist, tmp_path / "broken", *output), 2, "test files in .* are broken"),
+        (("--lr", "nan"), None, "--lr: nan is not a number of at least 0"),
+        (("--batch-size", 9999, *output), None, "6400 images are too few for --batch-size 9999 on 1 ranks"),
+        (("--batch-size", 9999, "--mode", "fsdp", *output), None, "--batch-size 9999 on 2 ranks"),
+        ((*mnist, tmp_path / "broken", *output), 2, "MNIST in .*broken cannot be read"),
     ]
     as_forks = [
-        (("--mode", "both", "--num-processes", 0), 2, "--mode both trains in one process of its own; start it with"),
-        (("--num-processes", 2), 2, "under torchrun --nproc_per_node sets it"),
-        ((*mnist, tmp_path / "absent", *output), 2, "could not be downloaded .* or use --dataset builtin"),
+        (("--batch-size", 0), None, "--batch-size: 0 is not a number of at least 1"),
+        (("--epoch", 1), None, "unrecognized arguments: --epoch"),
+        (("--mode", "local"), 2, "--mode local trains in one process of its own; start it with python"),
+        ((*mnist, tmp_path / "absent", *output), 2, "MNIST in .*absent cannot be read, nor downloaded"),
         (("--output-dir", tmp_path / "file"), 2, "cannot be written"),
         (("--lr", 1e30, "--epochs", 1, *small, *output), 2, "the loss is not finite in epoch 1; start"),
-        (("--device", "xpu"), None, "mnist_fsdp_xpu.py has"),
-        (("--mode", "local", "--num-processes", 2), None, "--mode local trains in one process"),
+        # Of drawn digits the deep network gets 1,280.
+        (("--model", "deep", "--mode", "local", "--batch-size", 1281, *output), None, "1280 images are too few"),
     ]
     if not torch.cuda.is_available():
         as_forks.append((("--device", "cuda"), 2, "finds no such device; use --device cpu"))
-    check_bad_input("mnist_fsdp.py", as_users, as_forks, **offline)
+    with ThreadPoolExecutor(1) as pool:
+        alone = pool.submit(run, "mnist_fsdp.py", *output, RANK="1")
+        check_bad_input("mnist_fsdp.py", as_users, as_forks, **offline)
+    alone = alone.result()
+    assert alone.returncode == 2 and len(alone.stderr.splitlines()) == 1, alone.stderr
+    assert "RANK is set without torchrun's other variables" in alone.stderr
 
 
 SMALL_SCRIPT = """
-import os, signal, sys
+import argparse, os, signal, sys
 sys.path.insert(0, {root!r})
 import common
 
 def main(args, world):
-    import torch.distributed as dist
-    total = common.torch.ones(1)
-    dist.all_reduce(total)
+    common.dist.all_reduce(total := common.torch.ones(1))
     os.write(1, f"together {{int(total)}}\\n".encode())
-    if args == "killed" and world.rank == 1:
+    if args.fate == "killed" and world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if args == "crash" and world.rank == 0:
+    if args.fate == f"crash {{world.rank}}":
         raise ZeroDivisionError("a bug")
-    dist.barrier()
+    common.dist.barrier()
 
-class Args(str):
-    device = "cpu"
-
-if __name__ == "__main__":
-    common.launch(main, Args(sys.argv[1]), 3)
+args = argparse.Namespace(device="cpu", num_processes=3, fsdp_version=1, save_model=False, fate=sys.argv[1])
+common.run(main, args)
 """
 
 
-@pytest.mark.parametrize("fate", ["killed", "crash"])
-def test_processes_started_without_torchrun_end_together(fate, tmp_path):
+def test_processes_started_by_plain_python_end_together(tmp_path):
     """One that is killed or crashes ends all, promptly, with the cause on stderr."""
     script = tmp_path / "small.py"
     script.write_text(SMALL_SCRIPT.format(root=str(ROOT)))
-    began = time.time()
-    finished = subprocess.run([sys.executable, script, fate], capture_output=True, text=True, timeout=120)
-    assert time.time() - began < 60
-    assert finished.stdout.count("together 3") == 3
-    assert finished.returncode == 1, finished.stderr
-    sentence = {"killed": "process 1 was ended by SIGKILL", "crash": "ZeroDivisionError: a bug"}
-    assert sentence[fate] in finished.stderr
+
+    def finish(fate):
+        began = time.monotonic()
+        return run(script, fate), time.monotonic() - began
+
+    fates = {"killed": "SIGKILL", "crash 0": "ZeroDivisionError: a bug", "crash 1": "ZeroDivisionError: a bug"}
+    with ThreadPoolExecutor(3) as pool:
+        for (fate, cause), (finished, seconds) in zip(fates.items(), pool.map(finish, fates), strict=True):
+            assert finished.stdout.count("together 3") == 3
+            assert finished.returncode == 1 and cause in finished.stderr, (fate, finished.stderr)
+            assert seconds < 60, fate
+
+
+@pytest.mark.parametrize("half", ["local", "fsdp"])
+def test_ctrl_c_ends_a_run_without_a_traceback(half, small_mnist, tmp_path):
+    """In a terminal it reaches all processes: in the first half of the comparison, and in the sharded one."""
+    flags = ["--dataset", "mnist", "--data-dir", small_mnist, "--model", "shallow", "--epochs", 100_000]
+    flags += ["--batch-size", 32, "--mode", {"local": "both"}.get(half, half), "--output-dir", tmp_path]
+    command = [sys.executable, ROOT / "mnist_fsdp.py", *map(str, flags)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+        rows = (line for line in process.stdout if line.startswith(f"shallow  {half}"))
+        assert next(rows, None) and next(rows, None), process.stderr.read()
+        os.killpg(process.pid, signal.SIGINT)
+        began = time.monotonic()
+        rest, errors = process.communicate(timeout=120)
+    assert time.monotonic() - began < 60 and process.returncode == 130
+    assert "Traceback" not in errors + rest, errors
+    assert "side by side" not in rest and {row["mode"] for row in records(tmp_path, "loss")} == {half}

@@ -1,9 +1,12 @@
 """The four scripts have one shape: who has read one knows where to look in the others."""
 
+import argparse
 import ast
 import importlib
 import re
 import sys
+
+import torch
 
 import pytest
 from conftest import ROOT
@@ -11,67 +14,137 @@ from conftest import ROOT
 import common
 
 SCRIPTS = ("mnist_fsdp", "mnist_fsdp_xpu", "t5_fsdp", "lm_multinode")
-SECTIONS = ["Model", "Data", "FSDP", "Training", "Main"]
-IN_ALL = ("lr", "seed", "fsdp-version", "print-model", "device", "save-model", "output-dir", "dataset")
-SAME_TEXT = ("seed", "fsdp-version", "print-model", "max-grad-norm", "checkpoint-every", "keep-checkpoints", "resume")
-OWN_CHOICES = ("dataset", "model", "device", "sharding-strategy", "precision")
+SECTIONS = ("FSDP", "Model and data", "Main")
+# In each section, from top to bottom.
+FUNCTIONS = {
+    "FSDP": ("shard_with_fsdp2", "shard_with_fsdp1", "train_step|train_one_epoch"),
+    "Model and data": ("validate|evaluate",),
+    "Main": ("parse_args", "main"),
+}
+IN_ALL = ("num-processes", "device", "seed", "output-dir", "save-model", "fsdp-version", "dataset", "lr")
+SAME_TEXT = (
+    *("num-processes", "seed", "fsdp-version", "output-dir", "save-model", "log-every", "checkpoint-every", "resume"),
+    *("precision", "data-dir", "min-num-params"),
+)
+OWN_CHOICES = ("dataset", "model", "sharding-strategy", "precision")  # of the built-in ones
+TEXTS = ("-1", "0", "0.5", "1", "7", "nan", "inf", "word")
+
+
+def tree_of(name):
+    return ast.parse((ROOT / f"{name}.py").read_text())
 
 
 def flags(script, monkeypatch):
     """The script's flags by name, as argparse knows them."""
     parsers = []
-    parse = common.ArgumentParser.parse_args
-    monkeypatch.setattr(common.ArgumentParser, "parse_args", lambda self: parsers.append(self) or parse(self))
-    device = ["--device", "cpu"] if script == "mnist_fsdp_xpu" else []
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *device])
+    parse = common.Parser.parse_args
+    monkeypatch.setattr(common.Parser, "parse_args", lambda self: parsers.append(self) or parse(self))
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
     importlib.import_module(script).parse_args()
-    return {action.option_strings[0][2:]: action for action in parsers[0]._actions if action.option_strings}
+    return {action.option_strings[0][2:]: action for action in parsers[0]._actions if action.dest != "help"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_sections_and_functions_come_in_one_order(script):
-    source = (ROOT / f"{script}.py").read_text()
-    sections = re.findall(r"^# ---- (\w+) -+$", source, re.MULTILINE)
-    assert [section for section in sections if section in SECTIONS] == SECTIONS
-    names = [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    wanted = ("parse_args", "shard_with_fsdp2", "shard_with_fsdp1", "train_", "evaluate", "main")
-    places = [next(place for place, name in enumerate(names) if name.startswith(start)) for start in wanted]
-    assert places == sorted(places)
+    """Docstring, imports, FSDP in one piece, model and data, main; the guard is the end."""
+    source, body = (ROOT / f"{script}.py").read_text(), tree_of(script).body
+    sections = [
+        (match[1], match.start()) for match in re.finditer(r"^# ---- ([\w ]+?)(:.*)? -+$", source, re.MULTILINE)
+    ]
+    assert tuple(name for name, _ in sections) == SECTIONS
+    lines = {name: source[:place].count("\n") + 1 for name, place in sections}
+    imports = [node.lineno for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert ast.get_docstring(tree_of(script)) and max(imports) < lines["FSDP"]
+    functions = {node.name: node.lineno for node in body if isinstance(node, ast.FunctionDef)}
+    ends = [*list(lines.values())[1:], len(source.splitlines()) + 1]
+    for (section, wanted), end in zip(FUNCTIONS.items(), ends, strict=True):
+        places = [next(line for name, line in functions.items() if re.fullmatch(one, name)) for one in wanted]
+        assert lines[section] < places[0] and places == sorted(places) and places[-1] < end, (section, places)
+    assert ast.unparse(body[-1]).startswith("if __name__ == '__main__':")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_header_says_how_to_start_it_and_what_it_follows(script):
-    header = ast.get_docstring(ast.parse((ROOT / f"{script}.py").read_text()))
+    header = ast.get_docstring(tree_of(script))
     question, text = header.split("\n", 1)
     assert question.endswith("?")
     commands = [line.strip() for line in text.splitlines() if line.startswith("    ")]
-    for start in (f"python {script}.py", "torchrun --nproc_per_node", "torchrun --nnodes 2"):
-        assert any(command.startswith(start) for command in commands), start
+    for start in (f"python {script}.py", "torchrun --nproc_per_node|python .*--num-processes", "torchrun --nnodes 2"):
+        assert any(re.match(start, command) for command in commands), start
     assert "Follows " in text and "Where it departs: " in text
 
 
 def test_flags_of_the_same_name_mean_the_same(monkeypatch):
+    def accepted(action):
+        """What the flag makes of each text."""
+        found = []
+        for text in TEXTS:
+            try:
+                found.append(action.type(text) if action.type else text)
+            except (ValueError, argparse.ArgumentTypeError):
+                found.append(None)
+        return found
+
     by_name = {}
     for script in SCRIPTS:
         found = flags(script, monkeypatch)
-        assert set(IN_ALL) <= set(found)
+        assert set(IN_ALL) <= set(found), script
         for name, action in found.items():
             by_name.setdefault(name, []).append(action)
+    assert set(SAME_TEXT) <= {name for name, actions in by_name.items() if len(actions) > 1}
     for name, actions in by_name.items():
         first = actions[0]
         for action in actions[1:]:
-            assert name == "max-steps" or action.type is first.type, name  # 0 is all epochs, where there are epochs
+            assert type(action) is type(first), name
+            # 0 is all epochs, where there are epochs.
+            assert name == "max-steps" or str(accepted(action)) == str(accepted(first)), name
             assert name in OWN_CHOICES or action.choices == first.choices, name
             assert name not in SAME_TEXT or action.help == first.help, name
 
 
-def test_every_flag_is_used(monkeypatch):
-    """A flag that its script never reads would do nothing."""
-    for script in SCRIPTS:
-        source = (ROOT / f"{script}.py").read_text() + (ROOT / "common.py").read_text()
-        names = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
-        names |= {
-            text for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) for text in [node.value]
-        }
-        unused = [name for name in flags(script, monkeypatch) if name.replace("-", "_") not in names | {"help"}]
-        assert not unused, (script, unused)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_is_read(script, monkeypatch):
+    """In the script, or in common.py; a flag that nobody reads would do nothing."""
+    names = set()
+    for node in [*ast.walk(tree_of(script)), *ast.walk(tree_of("common"))]:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args" and isinstance(node.ctx, ast.Load):
+            names.add(node.attr)
+    unread = {name.replace("-", "_") for name in flags(script, monkeypatch)} - names
+    assert not unread
+
+
+@pytest.mark.parametrize("name", ["common", *SCRIPTS])
+def test_no_function_takes_more_than_six_arguments(name):
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            assert len([one for one in arguments if one.arg != "self"]) <= 6, node.name
+
+
+class TableSeen(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", [*(f"{script}.main" for script in SCRIPTS), "lm_multinode.compare_strategies"])
+def test_table_headers_have_at_most_100_columns(place, monkeypatch, tmp_path):
+    """Each function makes its table before it trains; here it ends there."""
+
+    def see(*_, **columns):
+        widths = [max(len(name), int(re.match(r"\d+", form)[0])) for name, form in columns.items()]
+        raise TableSeen(sum(widths) + 2 * (len(widths) - 1))
+
+    script, function = place.split(".")
+    module, world = importlib.import_module(script), common.World(0, 0, 1, 1, torch.device("cpu"))
+    monkeypatch.setattr(common, "Log", see)
+    monkeypatch.setattr(common, "StopRequest", lambda: None)  # it would take pytest's Ctrl-C
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--output-dir", str(tmp_path)])
+    run = getattr(module, function)
+    with pytest.raises(TableSeen) as seen:
+        run(module.parse_args(), world, *[None] * (run.__code__.co_argcount - 2))
+    assert seen.value.args[0] <= 100
+
+
+def test_the_scripts_are_short_enough_to_read():
+    """Each is copied with common.py; together they were twice as long once."""
+    sizes = {name: len((ROOT / f"{name}.py").read_text().splitlines()) for name in ("common", *SCRIPTS)}
+    assert sum(sizes.values()) <= 1_750, sizes

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import make_model, reports, run_many, succeed
+from conftest import make_model, records, run_many, succeed
 
 SETTINGS = {
     (version, *arguments): ["--fsdp-version", str(version), *arguments]
@@ -22,47 +22,53 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def observed():
     finished = succeed("tests/observe_fsdp.py", json.dumps(list(SETTINGS.values())), processes=2, fork=True)
-    output = json.loads(finished.stdout.splitlines()[-1])
-    return dict(zip(SETTINGS, output["results"], strict=True)), output["on_meta"]
+    return dict(zip(SETTINGS, json.loads(finished.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_four_blocks_and_the_root_are_units(observed, version):
-    assert observed[0][(version,)]["forward_gathers"] == 5
+    assert observed[version,]["forward_gathers"] == 5
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_full_shard_gathers_blocks_again_in_backward_and_shard_grad_op_keeps_them(observed, version):
-    assert len(observed[0][(version,)]["backward_gathers"]) == 4
-    assert observed[0][(version, "--sharding-strategy", "SHARD_GRAD_OP")]["backward_gathers"] == []
+    assert len(observed[version,]["backward_gathers"]) == 4
+    assert observed[version, "--sharding-strategy", "SHARD_GRAD_OP"]["backward_gathers"] == []
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_prefetch_decides_when_the_next_block_is_gathered(observed, version):
-    results = observed[0]
     # The root is still gathered when backward begins, and prefetches the last block.
-    assert results[(version,)]["backward_gathers"] == ["pre"] * 4
-    assert results[(version, "--backward-prefetch", "none")]["backward_gathers"] == ["need"] * 4
+    assert observed[version,]["backward_gathers"] == ["pre"] * 4
+    assert observed[version, "--backward-prefetch", "none"]["backward_gathers"] == ["need"] * 4
     if version == 1:
-        assert results[(1, "--backward-prefetch", "post")]["backward_gathers"] == ["need", "post", "post", "post"]
+        assert observed[1, "--backward-prefetch", "post"]["backward_gathers"] == ["need", "post", "post", "post"]
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_activation_checkpointing_saves_less_for_backward(observed, version):
-    results = observed[0]
-    assert results[(version, "--activation-checkpointing")]["saved_bytes"] < 0.4 * results[(version,)]["saved_bytes"]
+    assert observed[version, "--activation-checkpointing"]["saved_bytes"] < 0.4 * observed[version,]["saved_bytes"]
 
 
-def test_only_rank_0_holds_weights_before_sharding_and_all_end_with_the_same_model(observed):
-    results, on_meta = observed
-    assert on_meta == [[False] * len(SETTINGS), [True] * len(SETTINGS)]
-    assert len({round(result["checksum"], 6) for result in results.values()}) == 1
-    assert all(result["tied"] for result in results.values())
+def test_all_settings_start_from_the_same_tied_weights(observed):
+    assert len({round(result["checksum"], 6) for result in observed.values()}) == 1
+    assert all(result["tied"] for result in observed.values())
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_process_holds_its_share_and_the_real_buffers(observed, setting):
+    result = observed[setting]
+    # FSDP2 loads the model on rank 0 alone; the other has shapes, then its shards.
+    assert result["loads"] == ([1, 1] if setting[0] == 1 else [1, 0])
+    assert result["buffers"] == [[True, True]] * 2
+    # Weights, gradients and AdamW's two moments: 16 bytes a parameter.
+    share = 16 * int(result["parameters"].replace(",", "")) / 2 / 2**30
+    assert result["state_gb"] == pytest.approx([share] * 2, rel=0.02)
 
 
 def test_print_model_shows_the_units(tmp_path, tiny_model, articles_csv):
     arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 8, "--epochs", 1]
-    arguments += ["--no-run-validation", "--no-save-model", "--print-model", "--max-target-length", 8]
+    arguments += ["--no-run-validation", "--no-save-model", "--print-model", "--batch-size", 4]
     settings = [[*arguments, "--output-dir", tmp_path / str(v), "--fsdp-version", v] for v in (1, 2)]
     printed = run_many("t5_fsdp", settings, processes=2).stdout
     assert printed.count("): FullyShardedDataParallel(") == 4
@@ -74,11 +80,11 @@ def test_compile_keeps_the_losses(tmp_path, articles_csv):
     """The graphs are captured and run, but not made into machine code, which takes a minute (lm_multinode.py's are)."""
     model = make_model(tmp_path / "model", num_layers=1)
     arguments = ["--model", model, "--dataset", articles_csv, "--num-train-samples", 8, "--max-steps", 1]
-    arguments += ["--no-run-validation", "--no-save-model", "--precision", "fp32", "--max-target-length", 8]
-    switches = ("--no-compile", "--compile")
-    settings = [[*arguments, switch, "--output-dir", tmp_path / switch] for switch in switches]
+    arguments += ["--batch-size", 8, "--no-run-validation", "--no-save-model", "--precision", "fp32"]
+    switches = {"plain": (), "compiled": ("--compile",)}
+    settings = [[*arguments, *switch, "--output-dir", tmp_path / name] for name, switch in switches.items()]
     printed = run_many("t5_fsdp", settings, 1, "graphs-only").stderr
     assert printed.count("graph captured") >= 2  # an encoder's block and a decoder's
-    [plain], [compiled] = (reports(tmp_path / switch, "step") for switch in switches)
-    assert compiled["train_loss"] == pytest.approx(plain["train_loss"], abs=1e-5)
+    [plain], [compiled] = (records(tmp_path / name, "loss") for name in switches)
+    assert compiled["loss"] == pytest.approx(plain["loss"], abs=1e-5)
     assert compiled["grad_norm"] == pytest.approx(plain["grad_norm"], abs=1e-4)

@@ -2,12 +2,13 @@
 
     pip install accelerate  # only for the Trainer; without it that row is left out
     python tests/benchmarks/lm_throughput.py
+    python tests/benchmarks/lm_throughput.py --against FOLDER    # with the script in another checkout instead
 
 All train the same Llama (random weights) in the same precision, with the same number of sequences in a step, on the
 same texts: random words, with lengths as in C4 (480 tokens on average, half of them below 260, a long tail). They take
 turns in one run, one optimizer step in each; medians over the turns are printed. Only the loop differs:
 
-    lm_multinode.py  its own load_batches and train_step: texts packed into full sequences, FSDP2
+    lm_multinode.py  its own load and train_step: texts packed into full sequences, FSDP2
     document         each text padded or cut to the sequence length by four workers, the whole model in one unit of
                      FSDP1, AdamW without fusion, `.item()` in every micro-batch
     plain            no FSDP: one process on all the cores, with the packed sequences, loss and AdamW of lm_multinode.py
@@ -19,15 +20,16 @@ The code that circulates for the document steps the optimizer in nearly every mi
 processes in the global batch; here its accumulation is put right, which makes it faster.
 
 A turn of a padded loop depends on which texts it meets. So turns measure tokens computed, pads included, and the share
-that is useful is counted over all texts. MFU counts useful tokens only. Flags that are not listed here go to
-lm_multinode.py: `--sharding-strategy SHARD_GRAD_OP`, `--precision fp32`.
+that is useful is counted over all texts. Flags that are not listed here go to lm_multinode.py:
+`--sharding-strategy SHARD_GRAD_OP`, `--precision fp32`; `--peak-tflops 0.5` adds a column, the MFU of useful tokens.
+
+--against runs both checkouts' lm_multinode.py by the command line; a turn is two steps, after two to warm up.
 """
 
 import argparse
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import platform
 import random
@@ -48,91 +50,57 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 import datasets
-import numpy as np
 import transformers
 from datasets.distributed import split_dataset_by_node
-from transformers import AutoTokenizer, DataCollatorForLanguageModeling, LlamaConfig, LlamaForCausalLM
+from shared import Words, compare_checkouts, print_table, write_llama
+from transformers import DataCollatorForLanguageModeling
 
 import common
 import lm_multinode
-from common import World
 
-VOCABULARY = 16_384
-SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
-MEAN, SIGMA = 480, 1.1  # tokens in a text of C4, and the width of the log-normal distribution
 OURS = "lm_multinode.py"
 
 
 def write_c4_like(folder: Path, count: int) -> None:
-    """Eight files in C4's format, a tokenizer for them, and the configuration of the model."""
-    choose = random.Random(0)
-    syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "ay", "er", "in")]
-    words = ["".join(choose.choices(syllables, k=choose.choice((1, 2, 2, 3)))) for _ in range(40_000)]
-    cumulative = np.cumsum([1 / rank for rank in range(1, len(words) + 1)]).tolist()  # Zipf, as in natural language
-
-    def text(length: int) -> str:
-        return " ".join(choose.choices(words, cum_weights=cumulative, k=length))
-
-    world = common.setup_distributed("cpu")
-    sample = [text(500) for _ in range(1000)]
-    tokenizer = common.train_tokenizer(world, sample, VOCABULARY, append_eos=False)
-    dist.destroy_process_group()
-    tokenizer.save_pretrained(folder)
+    """Eight files in C4's format, and the model with a tokenizer for them."""
+    words = Words(40_000)
+    sample = [words.text(500, 0) for _ in range(1000)]
+    write_llama(folder, sample, vocabulary=16_384)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     per_word = len(tokenizer(" ".join(sample[:100]))["input_ids"]) / 50_000
     for shard in range(8):
-        with open(folder / f"c4-{shard}.json", "w") as file:
-            for _ in range(count // 8):
-                tokens = choose.lognormvariate(math.log(MEAN) - SIGMA**2 / 2, SIGMA)
-                record = {"text": text(max(1, round(tokens / per_word))), "timestamp": "", "url": ""}
-                file.write(json.dumps(record) + "\n")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, rms_norm_eps=1e-5, **SHAPE
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def allocate(ours: bool) -> None:
-    """Set glibc's allocator as lm_multinode.py does, or to what it adapts to by itself for those who set nothing."""
-    own = {common.M_MMAP_MAX: 0 if ours else 65536, common.M_TRIM_THRESHOLD: -1 if ours else 2**26}
-    common.tune_malloc({common.M_MMAP_THRESHOLD: 2**25} | own)
+        texts = [words.text(480 / per_word, 1.1) for _ in range(count // 8)]
+        lines = [json.dumps({"text": text, "timestamp": "", "url": ""}) + "\n" for text in texts]
+        (folder / f"c4-{shard}.json").write_text("".join(lines))
 
 
 # ---- The loops. Each of these functions returns one that makes an optimizer step and returns the tokens it computed,
 # pads included, on all processes.
 
 
-def make_ours(args: argparse.Namespace, world: World, source, tokenizer) -> Callable[[], int]:
-    config = lm_multinode.load_config(args, tokenizer)
-    model, optimizer = lm_multinode.build(args, world, config)
-    texts = lm_multinode.PackedTexts(source, tokenizer, args, world, lm_multinode.START)
-    batches = lm_multinode.load_batches(texts, world, 2 * args.accumulation)
+def make_ours(args, world, source, tokenizer) -> Callable[[], int]:
+    model, optimizer = lm_multinode.build(args, world, transformers.AutoConfig.from_pretrained(args.model))
+    batches = lm_multinode.load(args, world, source, tokenizer, {})
 
     def step() -> int:
-        allocate(ours=True)
         lm_multinode.train_step(args, world, model, optimizer, batches)
         return args.global_batch_size * args.seq_length
 
     return step
 
 
-def make_plain(args: argparse.Namespace, world: World, source, tokenizer) -> Callable[[], int]:
+def make_plain(args, world, source, tokenizer) -> Callable[[], int]:
     tokens = args.global_batch_size * args.seq_length
     if world.rank != 0:
         return lambda: tokens  # the first process has all the cores meanwhile
-    alone = World(0, 0, 1, 1, world.device, world.backend)
-    model = LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    model.train()
+    model = lm_multinode.load_model(args, None).train()
     groups = [
         {"params": [parameter for parameter in model.parameters() if parameter.dim() > 1], "weight_decay": 0.1},
         {"params": [parameter for parameter in model.parameters() if parameter.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    texts = lm_multinode.PackedTexts(source, tokenizer, args, alone, lm_multinode.START)
-    accumulation = args.global_batch_size // args.micro_batch_size
-    batches = lm_multinode.load_batches(texts, alone, 2 * accumulation)
+    batches = lm_multinode.load(args, world._replace(size=1), source, tokenizer, {})
     dtype = lm_multinode.PRECISIONS[args.precision][0]
 
     def forward(**batch):
@@ -140,13 +108,12 @@ def make_plain(args: argparse.Namespace, world: World, source, tokenizer) -> Cal
         return functional_call(model, {name: p.to(dtype) for name, p in model.named_parameters()}, kwargs=batch)
 
     def step() -> int:
-        allocate(ours=True)
         threads = torch.get_num_threads()
-        torch.set_num_threads(threads * world.world_size)
+        torch.set_num_threads(threads * world.size)
         optimizer.zero_grad()
-        for _ in range(accumulation):
-            (lm_multinode.summed_loss(forward, next(batches)) / tokens).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        for _ in range(args.global_batch_size // args.micro_batch_size):
+            (lm_multinode.summed_loss(forward, next(batches)[0]) / tokens).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         torch.set_num_threads(threads)
         return tokens
@@ -154,11 +121,10 @@ def make_plain(args: argparse.Namespace, world: World, source, tokenizer) -> Cal
     return step
 
 
-def make_document(args: argparse.Namespace, world: World, source, tokenizer) -> Callable[[], int]:
-    dtype = lm_multinode.PRECISIONS[args.precision][0]
+def make_document(args, world, source, tokenizer) -> Callable[[], int]:
     model = FSDP(
-        LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32),
-        mixed_precision=MixedPrecision(param_dtype=dtype),
+        lm_multinode.load_model(args, None),
+        mixed_precision=MixedPrecision(param_dtype=lm_multinode.PRECISIONS[args.precision][0]),
         use_orig_params=True,
         device_id=world.device,
     )
@@ -166,19 +132,20 @@ def make_document(args: argparse.Namespace, world: World, source, tokenizer) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     def tokenize(rows: dict) -> dict:
-        return tokenizer(rows["text"], truncation=True, max_length=args.seq_length, padding="max_length")
+        texts = list(lm_multinode.texts_of(rows["text"]))
+        return tokenizer(texts, truncation=True, max_length=args.seq_length, padding="max_length")
 
     rows = source.map(tokenize, batched=True, remove_columns=["text"])
-    rows = split_dataset_by_node(rows, world.rank, world.world_size)
+    rows = split_dataset_by_node(rows, world.rank, world.size)
     collate = DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False)
     batches = iter(DataLoader(rows, collate_fn=collate, batch_size=args.micro_batch_size, num_workers=4))
+    micro_batches = args.global_batch_size // (args.micro_batch_size * world.size)
 
     def step() -> int:
-        allocate(ours=False)
-        for number in range(1, args.accumulation + 1):
+        for number in range(1, micro_batches + 1):
             batch = next(batches)
-            with model.no_sync() if number < args.accumulation else contextlib.nullcontext():
-                loss = model(**batch).loss / args.accumulation
+            with model.no_sync() if number < micro_batches else contextlib.nullcontext():
+                loss = model(**batch).loss / micro_batches
                 loss.backward()
             loss.item()
         optimizer.step()
@@ -202,7 +169,7 @@ class HandOver(transformers.TrainerCallback):
         self.between(tokens)
 
 
-def run_trainer(args: argparse.Namespace, options: argparse.Namespace, world: World, texts, tokenizer, between) -> None:
+def run_trainer(args, options, world, texts, tokenizer, between) -> None:
     """Train with the Trainer. It calls `between(None)` before the first step, then `between(tokens)` after each."""
     settings = transformers.TrainingArguments(
         output_dir=args.output_dir / "trainer",
@@ -211,7 +178,7 @@ def run_trainer(args: argparse.Namespace, options: argparse.Namespace, world: Wo
         fsdp=True,
         fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         per_device_train_batch_size=args.micro_batch_size,
-        gradient_accumulation_steps=args.accumulation,
+        gradient_accumulation_steps=args.global_batch_size // (args.micro_batch_size * world.size),
         learning_rate=args.lr,
         max_steps=options.turns + 1,
         save_strategy="no",
@@ -233,7 +200,7 @@ def run_trainer(args: argparse.Namespace, options: argparse.Namespace, world: Wo
         hand_over.tokens += batch["input_ids"].numel()
         return batch
 
-    model = LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = lm_multinode.load_model(args, None)
     trainer = transformers.Trainer(model, settings, counted, rows, callbacks=[hand_over])
     trainer.remove_callback(transformers.PrinterCallback)
     assert options.trainer_ddp or trainer.accelerator.is_fsdp2, "accelerate does not shard"
@@ -243,19 +210,15 @@ def run_trainer(args: argparse.Namespace, options: argparse.Namespace, world: Wo
 # ---- The turns
 
 
-def worker(options: argparse.Namespace, folder: Path, more: list[str]) -> None:
+def worker(options: argparse.Namespace, flags: list) -> None:
     """One process: let the loops take turns, print rank 0's table."""
-    sys.argv = [OURS, "--model", str(folder), "--dataset", str(folder / "c4-*.json"), "--num-validation-texts", "1"]
-    sys.argv += ["--micro-batch-size", str(options.micro_batch_size), "--seq-length", str(options.seq_length)]
-    sys.argv += ["--global-batch-size", str(options.global_batch_size), "--output-dir", str(folder), "--device", "cpu"]
-    sys.argv += more
+    sys.argv = [OURS, *map(str, flags), "--output-dir", str(options.folder)]
     args = lm_multinode.parse_args()
-    world = common.setup_distributed("cpu")
+    world = common.setup(None)
     args.precision = common.choose_precision(args.precision, world.device)
-    args.accumulation = args.global_batch_size // (args.micro_batch_size * world.world_size)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    source, _ = lm_multinode.load_texts(args, world)
-    texts = [record["text"] for record in source]
+    source, _ = lm_multinode.load_texts(args)
+    config, tokenizer = lm_multinode.load_config_and_tokenizer(args, world, source)
+    texts = list(lm_multinode.texts_of(row["text"] for row in source))
     random.Random(0).shuffle(texts)
 
     makers = {OURS: make_ours, "document": make_document, "plain": make_plain}
@@ -266,8 +229,6 @@ def worker(options: argparse.Namespace, folder: Path, more: list[str]) -> None:
     def measure(name: str, tokens: int) -> None:
         dist.barrier()
         rates[name].append(tokens / (time.perf_counter() - began))
-        if world.rank == 0 and options.verbose:
-            print(f"{name} {rates[name][-1]:.1f}", file=sys.stderr, flush=True)
 
     def others() -> None:
         nonlocal began
@@ -279,13 +240,11 @@ def worker(options: argparse.Namespace, folder: Path, more: list[str]) -> None:
     def between(trainer_tokens: int | None) -> None:
         nonlocal began
         if trainer_tokens is not None:
-            total = torch.tensor(trainer_tokens)
-            dist.all_reduce(total)
+            dist.all_reduce(total := torch.tensor(trainer_tokens))
             measure("Trainer", total.item())
             if len(rates["Trainer"]) == options.turns + 1:
                 return
         others()
-        allocate(ours=False)
         dist.barrier()
         began = time.perf_counter()
 
@@ -302,27 +261,21 @@ def worker(options: argparse.Namespace, folder: Path, more: list[str]) -> None:
             "document": statistics.mean(lengths) / args.seq_length,
             "Trainer": sum(lengths) / sum(max(batch) * len(batch) for batch in micro_batches),
         }
-    config = lm_multinode.load_config(args, tokenizer)
-    parameters = sum(p.numel() for p in lm_multinode.skeleton(args, config, torch.device("meta")).parameters())
-    flops, peak = lm_multinode.flops_per_token(args, config, parameters), lm_multinode.peak_flops(args, world)
-    if world.rank == 0:
-        useful = {
-            name: [rate * shares.get(name, 1.0) for rate in some[1:]]  # the first turn warms up
-            for name, some in rates.items()
-        }
-        medians = {name: statistics.median(some) for name, some in useful.items()}
+        mfu_share, rows = lm_multinode.flops_share(args, world, config), []
+        for name, some in rates.items():
+            share = shares.get(name, 1.0)
+            turns = [rate * share for rate in some[1:]]  # the first turn warms up
+            row = {"loop": name, "useful tokens/s": statistics.median(turns), "useful share": share}
+            row |= {"MFU": row["useful tokens/s"] * mfu_share} if mfu_share else {}
+            rows.append(row | {"lm_multinode.py is": 0.0, "turns": " ".join(f"{rate:.0f}" for rate in turns)})
+        ours = next(row["useful tokens/s"] for row in rows if row["loop"] == OURS)
         print(
             f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}, "
-            f"{os.cpu_count()} cores, {world.world_size} processes, {args.precision}; {parameters:,} parameters, "
+            f"{os.cpu_count()} cores, {world.size} processes, {args.precision}, "
             f"steps of {args.global_batch_size} sequences of {args.seq_length} tokens in micro-batches of "
-            f"{args.micro_batch_size}; peak of a process {peak / 1e9:,.0f} GFLOP/s"
+            f"{args.micro_batch_size}"
         )
-        print("| loop | useful tokens/s | MFU | useful share | lm_multinode.py is | turns |\n|---|---|---|---|---|---|")
-        for name, some in useful.items():
-            turns = " ".join(f"{rate:.0f}" for rate in some)
-            mfu = medians[name] * flops / (peak * world.world_size)
-            share, ratio = shares.get(name, 1.0), medians[OURS] / medians[name]
-            print(f"| {name} | {medians[name]:,.0f} | {mfu:.3f} | {share:.2f} | {ratio:.2f} times | {turns} |")
+        print_table(row | {"lm_multinode.py is": f"{ours / row['useful tokens/s']:.2f} times"} for row in rows)
     # Not a tidy end: the Trainer's and FSDP's models would be freed after the process group, which aborts.
     dist.barrier()
     sys.stdout.flush()
@@ -338,21 +291,29 @@ if __name__ == "__main__":
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--loops", default=f"{OURS},document,plain,Trainer", type=lambda text: text.split(","))
     parser.add_argument("--trainer-ddp", action="store_true", help="do not make accelerate shard on the CPU")
-    parser.add_argument("--verbose", action="store_true", help="print every turn as it ends")
-    parsed, others = parser.parse_known_args()
+    parser.add_argument("--against", type=Path, help="another checkout, to compare its lm_multinode.py with this one")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the processes
+    options, more = parser.parse_known_args()
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # four workers, as in the document
-    if "Trainer" in parsed.loops and importlib.util.find_spec("accelerate") is None:
-        parsed.loops.remove("Trainer")
-        if "RANK" not in os.environ:
+    if "Trainer" in options.loops and importlib.util.find_spec("accelerate") is None:
+        options.loops.remove("Trainer")
+        if not options.folder:
             print("accelerate is not installed, so without the Trainer: pip install accelerate")
-    if OURS not in parsed.loops:
+    if OURS not in options.loops:
         parser.error(f"--loops must name {OURS}, with which the others are compared")
-    if "RANK" in os.environ:
-        worker(parsed, Path(os.environ["BENCHMARK_FOLDER"]), others)
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            write_c4_like(Path(scratch), count=4000)
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(parsed.processes)]
-            environment = {**os.environ, "BENCHMARK_FOLDER": scratch}
-            sys.exit(subprocess.run([*torchrun, *sys.argv], env=environment).returncode)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.folder or Path(scratch)
+        flags = ["--model", folder, "--dataset", f"{folder}/c4-*.json", "--num-validation-texts", 20, "--device", "cpu"]
+        flags += ["--micro-batch-size", options.micro_batch_size, "--global-batch-size", options.global_batch_size]
+        flags += ["--seq-length", options.seq_length, *more]
+        if options.folder:
+            worker(options, flags)
+        write_c4_like(folder, count=4000)
+        if options.against:
+            turns = {"processes": options.processes, "turns": options.turns, "steps": 2}
+            compare_checkouts(options.against, OURS, *flags, **turns)
+        else:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command = [*torchrun, "--nproc_per_node", str(options.processes), *sys.argv, "--folder", scratch]
+            sys.exit(subprocess.run(command).returncode)

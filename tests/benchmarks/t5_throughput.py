@@ -2,6 +2,7 @@
 
     python tests/benchmarks/t5_throughput.py
     python tests/benchmarks/t5_throughput.py --processes 1 --shape t5-base --batch-size 16    # on one GPU
+    python tests/benchmarks/t5_throughput.py --against FOLDER    # tokens/s of the script in another checkout instead
 
 Both train the same T5 (random weights) on the same articles of WikiHow's lengths (texts of 580 words on average,
 summaries of 60), with FSDP1, FULL_SHARD and the same number of processes and samples a step. They take turns in one
@@ -9,16 +10,18 @@ run; medians over the turns are printed. Only the loop differs:
 
     document     texts padded to 512 and summaries to 150 tokens, tokenized one by one in __getitem__ by two workers,
                  AdamW without fusion, `.item()` in every step
-    t5_fsdp.py   its own train_one_epoch
+    t5_fsdp.py   its own train_step and loader
+
+--against runs both checkouts' t5_fsdp.py by the command line, with their defaults.
 """
 
 import argparse
 import csv
 import functools
 import gc
+import itertools
 import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
@@ -28,47 +31,36 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration, logging
+from shared import Words, compare_checkouts, print_table
+from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration
 
 import common
 import t5_fsdp
 
-VOCABULARY = 32128
 SHAPES = {
     "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
     "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
 }
 
 
-def write_wikihow_like(folder: Path, count: int, shape: str) -> Path:
-    """A CSV of random words with log-normal lengths around WikiHow's averages, and a T5 tokenizer-like BPE for it."""
-    choose = random.Random(0)
-    syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "ay", "er", "in")]
-    words = ["".join(choose.choices(syllables, k=choose.choice((1, 2, 2, 3)))) for _ in range(20000)]
-    weights = [1 / rank for rank in range(1, len(words) + 1)]  # Zipf, as in natural language
-
-    def text(mean: float, sigma: float) -> str:
-        length = max(5, int(choose.lognormvariate(0, sigma) * mean / 2.718 ** (sigma**2 / 2)))
-        return " ".join(choose.choices(words, weights, k=length))
-
-    rows = [{"headline": text(60, 0.6), "title": f"How to {i}x", "text": text(580, 0.7)} for i in range(count)]
+def write_wikihow_like(folder: Path, count: int, shape: str) -> None:
+    """A CSV with log-normal lengths around WikiHow's averages, a tokenizer for it, and the model."""
+    words = Words(20_000)
     with open(folder / "articles.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["headline", "title", "text"])
-        writer.writeheader()
+        writer = csv.writer(file)
+        writer.writerow(["headline", "title", "text"])
+        rows = [[words.text(60, 0.6), f"How to {number}x", words.text(580, 0.7)] for number in range(count)]
         writer.writerows(rows)
-    world = common.setup_distributed("cpu")
-    common.train_tokenizer(world, (row["text"] for row in rows[:300]), vocab_size=8192).save_pretrained(folder)
-    dist.destroy_process_group()
+    common.train_tokenizer([row[2] for row in rows[:300]], 8192, append_eos=True).save_pretrained(folder)
     torch.manual_seed(0)
-    config = T5Config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **SHAPES[shape])
+    config = T5Config(vocab_size=32128, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **SHAPES[shape])
     T5ForConditionalGeneration(config).save_pretrained(folder)
-    return folder / "articles.csv"
 
 
 class DocumentDataset(Dataset):
@@ -92,111 +84,104 @@ class DocumentDataset(Dataset):
         }
 
 
-def document_steps(model, optimizer, batches, device: torch.device, steps: int) -> None:
-    """The body of the document's train()."""
-    model.train()
-    fsdp_loss = torch.zeros(2, device=device)
-    for _ in range(steps):
-        batch = {name: tensor.to(fsdp_loss.device) for name, tensor in next(batches).items()}
-        optimizer.zero_grad()
-        output = model(input_ids=batch["source_ids"], attention_mask=batch["source_mask"], labels=batch["target_ids"])
-        loss = output["loss"]
-        loss.backward()
-        optimizer.step()
-        fsdp_loss[0] += loss.item()
-        fsdp_loss[1] += len(batch)
-    dist.all_reduce(fsdp_loss)
-
-
-def allocate_like(name: str) -> None:
-    """t5_fsdp.py tells glibc to keep freed memory. The document's turns get what glibc itself adapts to."""
-    ours = name == "t5_fsdp"
-    common.tune_malloc({common.M_MMAP_MAX: 0 if ours else 65536, common.M_TRIM_THRESHOLD: 2**31 - 1 if ours else 2**26})
-
-
-def take_turns(
-    world: common.World, options: argparse.Namespace, folder: Path, precision: str
-) -> dict[str, list[float]]:
-    """Samples per second of every turn of both loops."""
-    sys.argv = [
-        "t5_fsdp.py",
-        "--model",
-        str(folder),
-        "--dataset",
-        str(folder / "articles.csv"),
-        "--precision",
-        precision,
-    ]
-    sys.argv += ["--fsdp-version", "1", "--num-train-samples", "0", "--log-every", "1000"]
-    sys.argv += ["--batch-size", str(options.batch_size)]
-    args = t5_fsdp.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    config = T5Config.from_pretrained(folder)
-    data = common.first_process_first(
-        world, lambda: common.load_summarization_data(args.dataset, "text", "headline", 0, 8, folder)
-    )
-
-    dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), t5_fsdp.PRECISIONS[precision][0])
-    theirs = FSDP(
-        T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32),
+def make_document(args, world, articles, tokenizer, config):
+    """The body of the document's train(), for a number of steps."""
+    dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), t5_fsdp.PRECISIONS[args.precision][0])
+    model = FSDP(
+        t5_fsdp.load_model(args, config),
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={t5_fsdp.T5Block}),
         mixed_precision=MixedPrecision(**dtypes),
         device_id=world.device,
     )
-    their_optimizer = torch.optim.AdamW(theirs.parameters(), lr=args.lr)
-    dataset = DocumentDataset(data.train, tokenizer)
-    sampler = DistributedSampler(dataset, rank=world.rank, num_replicas=world.world_size, shuffle=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    dataset = DocumentDataset(articles, tokenizer)
+    sampler = DistributedSampler(dataset, rank=world.rank, num_replicas=world.size, shuffle=True)
     batches = iter(DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=2))
 
-    ours, our_optimizer = t5_fsdp.build(args, world, t5_fsdp.load_model(args, config, world))
-    rows = common.first_process_first(world, lambda: common.tokenize(data.train, tokenizer, "", 512, 150))
-    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    progress, window = t5_fsdp.Progress(run_date=""), torch.tensor(t5_fsdp.EMPTY_WINDOW, device=world.device)
-    silent = argparse.Namespace(report=lambda *_, **__: None)
+    def train(steps: int) -> None:
+        model.train()
+        fsdp_loss = torch.zeros(2, device=world.device)
+        for batch in itertools.islice(batches, steps):
+            ids, mask, labels = (batch[name].to(world.device) for name in ("source_ids", "source_mask", "target_ids"))
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, attention_mask=mask, labels=labels)["loss"]
+            loss.backward()
+            optimizer.step()
+            fsdp_loss[0] += loss.item()
+            fsdp_loss[1] += len(batch)
+        dist.all_reduce(fsdp_loss)
+
+    return train
+
+
+def make_ours(args, world, articles, tokenizer, config):
+    """The loop of t5_fsdp.py's main()."""
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    model = t5_fsdp.shard_with_fsdp1(args, world, mesh, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
-    stop_requests = common.StopRequests(world)
+    with common.first_on_node(world):
+        lengths = {"tokenizer": tokenizer, "source_length": 512, "target_length": 150}
+        train_set = articles.map(t5_fsdp.tokenize, batched=True, fn_kwargs=lengths)
+    lengths = torch.tensor([len(ids) for ids in train_set["input_ids"]])
+    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
+    batches = t5_fsdp.load(train_set, t5_fsdp.epoch_steps(lengths, args, world, 1), collate, world)
+    stop = common.StopRequest()
 
-    def our_steps(steps: int) -> None:
-        args.max_steps = progress.step + steps
-        training = (our_optimizer, scaler, rows, collate, progress, window, silent, stop_requests, None)
-        t5_fsdp.train_one_epoch(args, world, ours, *training)
+    def train(steps: int) -> None:
+        model.train()
+        window = torch.zeros(3, device=world.device)
+        for batch in itertools.islice(batches, steps):
+            window += t5_fsdp.train_step(args, world, model, optimizer, scaler, batch)[:3]
+            stop.on_any_rank()
+        common.sum_over_ranks(window)
 
-    loops = {
-        "document": lambda steps: document_steps(theirs, their_optimizer, batches, world.device, steps),
-        "t5_fsdp": our_steps,
-    }
+    return train
+
+
+def take_turns(world, options: argparse.Namespace, folder: Path, precision: str) -> dict[str, list[float]]:
+    """Samples per second of every turn of both loops."""
+    sys.argv = ["t5_fsdp.py", "--model", str(folder), "--precision", precision, "--fsdp-version", "1"]
+    sys.argv += ["--batch-size", str(options.batch_size)]
+    args = t5_fsdp.parse_args()
+    with common.first_on_node(world):
+        articles, _ = common.load_articles(str(folder / "articles.csv"), "text", "headline", 0, 8)
+    config, tokenizer = t5_fsdp.load_config_and_tokenizer(args, world, articles)
+    makers = {"document": make_document, "t5_fsdp.py": make_ours}
+    loops = {name: make(args, world, articles, tokenizer, config) for name, make in makers.items()}
     rates = {name: [] for name in loops}
-    for turn in range(options.turns + 1):
-        for name, loop in loops.items():
-            dist.barrier()
-            began = time.perf_counter()
-            allocate_like(name)
-            loop(options.steps if turn else 1)
-            dist.barrier()
-            if turn:  # the first one warms up
-                samples = options.steps * args.batch_size * world.world_size
-                rates[name].append(samples / (time.perf_counter() - began))
+    for turn, (name, train) in itertools.product(range(options.turns + 1), loops.items()):
+        dist.barrier()
+        began = time.perf_counter()
+        train(options.steps if turn else 1)
+        dist.barrier()
+        if turn:  # the first one warms up
+            samples = options.steps * args.batch_size * world.size
+            rates[name].append(samples / (time.perf_counter() - began))
     return rates
 
 
-def worker(options: argparse.Namespace, folder: Path) -> None:
+def worker(options: argparse.Namespace, world: common.World) -> None:
     """One process: let the loops take turns in each precision, print rank 0's table."""
-    world = common.setup_distributed(options.device)
-    results = {}
-    for precision in options.precisions.split(","):
-        results[precision] = take_turns(world, options, folder, precision)
+    rows = []
+    for precision in options.precisions:
+        rates = take_turns(world, options, options.folder, precision)
         gc.collect()
+        theirs, ours = (statistics.median(some) for some in rates.values())
+        row = {
+            "precision": precision,
+            "document samples/s": theirs,
+            "t5_fsdp.py samples/s": ours,
+            "ratio": ours / theirs,
+        }
+        pairs = zip(*rates.values(), strict=True)
+        rows.append(row | {"all turns": " ".join(f"{one:.2f}/{other:.2f}" for one, other in pairs)})
     if world.rank == 0:
         print(
             f"torch {torch.__version__}, {world.device.type}, {platform.machine()}, {os.cpu_count()} cores, "
-            f"{world.world_size} processes, {options.shape}, batch {options.batch_size} per process"
+            f"{world.size} processes, {options.shape}, batch {options.batch_size} per process"
         )
-        print("| precision | document samples/s | t5_fsdp.py samples/s | ratio | all turns |\n|---|---|---|---|---|")
-        for precision, rates in results.items():
-            theirs, ours = statistics.median(rates["document"]), statistics.median(rates["t5_fsdp"])
-            turns = " ".join(f"{a:.2f}/{b:.2f}" for a, b in zip(rates["document"], rates["t5_fsdp"], strict=True))
-            print(f"| {precision} | {theirs:.2f} | {ours:.2f} | {ours / theirs:.2f} | {turns} |")
-    dist.destroy_process_group()
+        print_table(rows)
 
 
 if __name__ == "__main__":
@@ -206,15 +191,28 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=7, help="steps in a turn")
     parser.add_argument("--shape", choices=SHAPES, default="t5-small")
     parser.add_argument("--batch-size", type=int, default=4, help="articles per process and step")
-    parser.add_argument("--precisions", default="fp32,bf16")
+    parser.add_argument("--precisions", default=["fp32", "bf16"], type=lambda text: text.split(","))
     parser.add_argument("--device", default="auto")
-    parsed = parser.parse_args()
-    logging.set_verbosity_error()
-    if "RANK" in os.environ:
-        worker(parsed, Path(os.environ["BENCHMARK_FOLDER"]))
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            write_wikihow_like(Path(scratch), 100 * parsed.batch_size, parsed.shape)
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(parsed.processes)]
-            environment = {**os.environ, "BENCHMARK_FOLDER": scratch}
-            sys.exit(subprocess.run([*torchrun, *sys.argv], env=environment).returncode)
+    parser.add_argument("--against", type=Path, help="another checkout, to compare its t5_fsdp.py with this one")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the processes
+    options = parser.parse_args()
+    if options.folder:
+        options.fsdp_version, options.save_model, options.num_processes = 1, False, 0
+        common.run(worker, options)
+        sys.exit()
+    with tempfile.TemporaryDirectory() as scratch:
+        steps = 2 * options.steps if options.against else 1 + options.turns * options.steps
+        count = int(1.2 * options.batch_size * options.processes * (steps + 1))  # some are held out
+        write_wikihow_like(Path(scratch), max(100, count), options.shape)
+        if options.against:
+            flags = ["--model", scratch, "--dataset", f"{scratch}/articles.csv", "--num-train-samples", 0]
+            flags += ["--batch-size", options.batch_size, "--device", options.device, "--no-run-validation"]
+            for precision in options.precisions:
+                print(f"\n{precision}")
+                flags = [*flags, "--precision", precision]
+                turns = {"processes": options.processes, "turns": options.turns, "steps": options.steps}
+                compare_checkouts(options.against, "t5_fsdp.py", *flags, **turns)
+        else:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command = [*torchrun, "--nproc_per_node", str(options.processes), *sys.argv, "--folder", scratch]
+            sys.exit(subprocess.run(command).returncode)

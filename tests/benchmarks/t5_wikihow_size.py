@@ -58,6 +58,27 @@ def descendants(pid: int) -> list[int]:
     return children + [below for child in children for below in descendants(child)]
 
 
+def train(path: Path, output: Path) -> str:
+    """Train for five steps; how long the first took to come, and the largest process's memory."""
+    command = [sys.executable, ROOT / "t5_fsdp.py", "--num-processes", "2", "--dataset", path, "--output-dir", output]
+    command += ["--num-train-samples", "0", "--max-steps", "5", "--log-every", "1"]
+    command += ["--no-run-validation", "--no-save-model"]
+    began, first_step, peaks = time.perf_counter(), None, {"RssAnon": 0, "VmRSS": 0}
+    running = subprocess.Popen(command, env={**os.environ, "HF_HOME": str(path.parent)})
+    while running.poll() is None:
+        for pid in descendants(running.pid):
+            for name, value in memory_of(pid).items():
+                peaks[name] = max(peaks[name], value)
+        metrics = output / "metrics.jsonl"  # empty until the first step, as nothing is validated
+        if first_step is None and metrics.exists() and metrics.stat().st_size:
+            first_step = time.perf_counter() - began
+        time.sleep(0.2)
+    if running.returncode:
+        sys.exit("t5_fsdp.py failed")
+    own, mapped = peaks["RssAnon"] / 2**30, peaks["VmRSS"] / 2**30
+    return f"first step after {first_step:.0f} s, largest process {own:.2f} GB, {mapped:.2f} GB with mapped files"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=215_000)
@@ -67,23 +88,4 @@ if __name__ == "__main__":
         write_rows(path, options.rows)
         print(f"{options.rows:,} rows, {path.stat().st_size / 2**30:.2f} GB", flush=True)
         for caches in ("empty", "filled"):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(ROOT / "t5_fsdp.py")]
-            command += ["--dataset", str(path), "--num-train-samples", "0", "--max-steps", "5", "--log-every", "1"]
-            command += ["--no-run-validation", "--no-save-model", "--output-dir", str(Path(scratch) / caches)]
-            began, first_step, peaks = time.perf_counter(), None, {"RssAnon": 0, "VmRSS": 0}
-            environment = {**os.environ, "HF_HOME": scratch, "PYTHONUNBUFFERED": "1"}
-            log = open(Path(scratch) / "log", "w+")  # noqa: SIM115
-            running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            while running.poll() is None:
-                for pid in descendants(running.pid):
-                    for name, value in memory_of(pid).items():
-                        peaks[name] = max(peaks[name], value)
-                if first_step is None and "\nstep" in Path(log.name).read_text():
-                    first_step = time.perf_counter() - began
-                time.sleep(0.2)
-            text = Path(log.name).read_text()
-            assert running.returncode == 0, text
-            print("\n".join(line for line in text.splitlines() if line.startswith(("data ", "left out"))))
-            own, mapped = peaks["RssAnon"] / 2**30, peaks["VmRSS"] / 2**30
-            print(f"caches {caches}: first step after {first_step:.0f} s, largest process {own:.2f} GB", end="")
-            print(f", {mapped:.2f} GB with mapped files", flush=True)
+            print(f"caches {caches}: {train(path, Path(scratch) / caches)}\n", flush=True)

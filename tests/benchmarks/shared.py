@@ -1,0 +1,100 @@
+"""What the benchmarks share: runs of the scripts, also of another checkout's, made-up texts and models, tables."""
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import common
+
+
+def run_script(script: str, *flags, processes: int | None = None, root: Path = ROOT) -> list[dict]:
+    """Run a script, under torchrun when `processes` is given; the records of its metrics.jsonl."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes] if processes else []
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, *torchrun, root / script, *flags, "--output-dir", output]
+        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+        return read_metrics(Path(output))
+
+
+def read_metrics(output: Path) -> list[dict]:
+    """The records of a run."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare_checkouts(other: Path, script: str, *flags, processes: int, turns: int, steps: int) -> None:
+    """Print the tokens per second that `script` reports here and in another checkout, which take turns.
+
+    A turn is a run of twice `steps` steps by the command line; the second half counts.
+    """
+    flags = [*flags, "--log-every", steps, "--max-steps", 2 * steps, "--no-save-model"]
+    rates: dict[str, list[float]] = {"other": [], "this": []}
+    for _ in range(turns):
+        for name, root in (("other", other), ("this", ROOT)):
+            # Before its rows held "tokens/s", a script wrote reports of several kinds.
+            rows = [row for row in run_script(script, *flags, processes=processes, root=root) if row.get("step")]
+            speeds = [row.get("tokens/s") or row.get("tokens_per_second") for row in rows]
+            rates[name].append([speed for speed in speeds if speed][-1])
+    medians = {name: statistics.median(some) for name, some in rates.items()}
+    print_table(
+        [
+            {
+                "checkout": name,
+                "tokens/s": medians[name],
+                "of the other's": medians[name] / medians["other"],
+                "turns": " ".join(f"{rate:.0f}" for rate in some),
+            }
+            for name, some in rates.items()
+        ]
+    )
+
+
+def print_table(rows: Iterable[dict]) -> None:
+    """Print dictionaries with the same keys as a table in Markdown, each as soon as it is there."""
+    for number, row in enumerate(rows):
+        if number == 0:
+            print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
+        print(f"| {' | '.join(map(cell, row.values()))} |", flush=True)
+
+
+def cell(value) -> str:
+    """Four digits of a small number, thousands apart in a large one."""
+    if not isinstance(value, float):
+        return f"{value:,}" if type(value) is int else str(value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+class Words:
+    """Texts of random words as often as natural language has them, the same on every machine."""
+
+    def __init__(self, count: int) -> None:
+        self.random = random.Random(0)
+        syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "ay", "er", "in")]
+        self.words = ["".join(self.random.choices(syllables, k=self.random.choice((1, 2, 2, 3)))) for _ in range(count)]
+        self.weights = [1 / rank for rank in range(1, count + 1)]  # Zipf
+
+    def text(self, mean: float, sigma: float) -> str:
+        """A text whose number of words is log-normal."""
+        length = max(1, round(self.random.lognormvariate(-(sigma**2) / 2, sigma) * mean))
+        return " ".join(self.random.choices(self.words, self.weights, k=length))
+
+
+def write_llama(folder: Path, texts: list[str], vocabulary: int = 8192) -> Path:
+    """A Llama of 34 million random weights, or more with more words, and a tokenizer, as `--model` takes them."""
+    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=vocabulary, bos_token_id=None, eos_token_id=1, rms_norm_eps=1e-5, **shape)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    common.train_tokenizer(texts, vocabulary, append_eos=False).save_pretrained(folder)
+    return folder
