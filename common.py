@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import random
 import re
 import shutil
@@ -26,8 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as sd
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic import multiprocessing as elastic
 from torch.distributed.run import main as torchrun
 from torch.distributed.tensor import DTensor
 
@@ -54,13 +54,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, header: str, checkpoints: bool = False) -> None:
         kinds = (argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(description=header, formatter_class=type("Help", kinds, {}), allow_abbrev=False)
-        folder, switch = Path("output", Path(sys.argv[0]).stem), argparse.BooleanOptionalAction
         add, count = self.add_argument_group("run").add_argument, at_least(0)
         add("--num-processes", default=0, type=count, help="without torchrun; 0: one for each GPU, or two on the CPU")
         add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"), help="where to train")
         add("--seed", default=1, type=count, help="of weights, data order and dropout")
-        add("--output-dir", default=folder, type=Path, help="for metrics, models and checkpoints")
-        add("--save-model", default=True, action=switch, help="export the model, the best one where it is validated")
+        add("--output-dir", default=Path("output", Path(sys.argv[0]).stem), type=Path, help="for all that is written")
+        add("--save-model", default=True, action=argparse.BooleanOptionalAction, help="export the best or last model")
         if checkpoints:
             add("--log-every", default=25, type=at_least(1), help="steps between rows")
             add("--checkpoint-every", default=0, type=count, help="steps between checkpoints, 0 for none")
@@ -93,7 +92,6 @@ def fail(message: str, code: int = 2) -> NoReturn:
             os._exit(code)
         time.sleep(10)
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
-    sys.stdout.flush()
     os._exit(code)  # an orderly end can hang: another rank may wait in a collective
 
 
@@ -126,9 +124,9 @@ def start_processes(count: int) -> None:
     logging.disable()  # torchrun's warnings of every end; the report that it raises says it all
     try:
         torchrun(command)
-    except ChildFailedError as error:
+    except elastic.errors.ChildFailedError as error:
         sys.exit(2 if error.get_first_failure()[1].exitcode == 2 else str(error))  # 2: it has said what is wrong
-    except SignalException as error:
+    except elastic.api.SignalException as error:
         sys.exit(128 + error.sigval)
 
 
@@ -154,12 +152,10 @@ def setup(accelerator: torch.device | None) -> World:
         raise UserError(f"{local_size} processes on this node, but {count} GPUs; start at most one for each")
     else:
         torch.accelerator.set_device_index(local_rank)  # before the process group, or all open a context on device 0
-    # 60 minutes: all wait while the first one downloads or tokenizes a large dataset. No backend is named: gloo for
-    # tensors on the CPU, and NCCL or XCCL for those on the device.
+    # No backend is named: gloo for the CPU, NCCL or XCCL for the device. 60 minutes: all wait while one tokenizes.
     options = {"timeout": timedelta(minutes=60), "device_id": device if accelerator else None}
     if "RANK" in os.environ:
-        # A store of rank 0's own: torchrun's outlives a restart, with addresses of processes that are gone
-        # (pytorch#135712).
+        # A store of rank 0's own: torchrun's outlives a restart, with dead processes' addresses (pytorch#135712).
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     else:  # without torchrun: a group of one
@@ -188,7 +184,6 @@ class StopRequest:
             signal.signal(number, lambda *_: self.flag.fill_(1))
 
     def on_any_rank(self) -> bool:
-        """Whether any rank was asked: then all stop. A collective."""
         dist.all_reduce(flag := self.flag.clone())
         return flag.item() > 0
 
@@ -220,14 +215,13 @@ def state_gb(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 def peak_memory_gb(device: torch.device) -> float:
     """GB at most since the last call: of the device's memory, or on a CPU of this process's resident memory (Linux)."""
+    peak = math.nan
     if device.type != "cpu":
         peak = torch.accelerator.max_memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
     elif (clear := Path("/proc/self/clear_refs")).exists():
         peak = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 2**10
         clear.write_text("5")
-    else:
-        peak = math.nan
     return peak / 2**30
 
 
@@ -269,16 +263,14 @@ class Log:
                 file.write(json.dumps(record) + "\n")
 
     def bar(self, iterable: Iterable, text: str, total: int) -> Iterable:
-        """A progress bar, where a person watches."""
         return tqdm(iterable, text, total, leave=False, disable=True if self.rank else None)
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------
 def find_checkpoints(folder: Path, resume: bool) -> list[Path]:
     """The finished checkpoints, oldest first, to go on from with `resume` or after torchrun's restart. A collective."""
-    # torch.distributed.checkpoint writes .metadata at the very end. All go by what rank 0 sees.
+    # .metadata is written at the very end. On several nodes torchrun counts a restart only where a process was lost.
     dist.broadcast_object_list(found := [sorted(path.parent for path in folder.glob("checkpoints/*/.metadata"))])
-    # On several nodes torchrun counts a restart only where a process was lost.
     dist.all_reduce(restarts := torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
     if found[0] and not resume and not restarts:
         raise UserError(f"{folder} holds checkpoints of an earlier run; add --resume, or choose another --output-dir")
@@ -315,13 +307,13 @@ def save_checkpoint(folder: Path, model, optimizer, progress: dict, world: World
 def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: World) -> dict:
     """Load the newest checkpoint that can be read, on any number of ranks. Returns its `progress`, {} without one."""
     for path in reversed(paths):
-        progress = json.loads((path / "progress.json").read_text())
-        if changed := [name for name in settings if progress["settings"][name] != settings[name]]:
-            flag, before = f"--{changed[0].replace('_', '-')}", progress["settings"][changed[0]]
-            raise UserError(f"{path} was made with {flag} {before}; resume with it, or choose another --output-dir")
         state, groups = state_of(model, optimizer, world)
         random_state = state[own := f"rank{world.rank}of{world.size}"]
         try:
+            progress = json.loads((path / "progress.json").read_text())
+            if changed := [name for name in settings if progress["settings"][name] != settings[name]]:
+                flag, before = f"--{changed[0].replace('_', '-')}", progress["settings"][changed[0]]
+                raise UserError(f"{path} was made with {flag} {before}; resume with it, or choose another --output-dir")
             saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
             # Loading into a model of fewer parameters would succeed, in silence.
             shapes = {f"model.{name}": weight.shape for name, weight in state["model"].items()}
@@ -330,7 +322,7 @@ def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: 
             if f"{own}.cpu" not in saved:  # saved by another number of processes: dropout draws anew
                 del state[own]
             dcp.load(state, checkpoint_id=path)
-        except (OSError, EOFError, dcp.api.CheckpointException) as error:
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError, dcp.api.CheckpointException) as error:
             if world.rank == 0:
                 print(f"{path} is damaged ({type(error).__name__}); trying the one before", file=sys.stderr)
             continue
@@ -357,15 +349,17 @@ def load_weights(model: torch.nn.Module, whole: torch.nn.Module | None, world: W
 
 
 def export(model: torch.nn.Module, tokenizer: Any, folder: Path, world: World) -> None:
-    """Gather the whole model on rank 0's CPU and save it for `from_pretrained`, or as safetensors. A collective."""
-    # The successor of FSDP1's FullStateDictConfig(offload_to_cpu=True, rank0_only=True).
+    """Gather the whole model on rank 0's CPU (as `FullStateDictConfig` did) and save it for `from_pretrained`."""
     weights = sd.get_model_state_dict(model, options=sd.StateDictOptions(full_state_dict=True, cpu_offload=True))
     if world.rank == 0:
         partial = folder.with_name(f"{folder.name}.partial")  # what is in `folder` stays until this is whole
         try:
             partial.mkdir(exist_ok=True)
             if tokenizer:
-                getattr(model, "module", model).save_pretrained(partial, state_dict=weights)  # FSDP1 has it in .module
+                whole = getattr(model, "module", model)  # FSDP1 has it there
+                for name, source in whole.all_tied_weights_keys.items():  # T5's embedding, but not FLAN-T5's output
+                    weights[name] = weights[source if torch.equal(weights[name], weights[source]) else name]
+                whole.save_pretrained(partial, state_dict=weights)
                 tokenizer.save_pretrained(partial)
             else:
                 save_file(weights, partial / "model.safetensors")
@@ -404,12 +398,11 @@ def load_articles(name: str, text_column: str, summary_column: str, num_train: i
     """Two `datasets.Dataset` of texts and summaries, to train on and to validate on; a count of 0 takes all."""
     import datasets  # here: the scripts without text need not wait for it
 
-    # WikiHow (arXiv:1810.09305) starts lines of text with a comma, ends headlines with ".,", and numbers the parts of
-    # an article in its title ("How to Make Bread2"). 5% of the titles are held out, so all parts are on one side.
+    # WikiHow (arXiv:1810.09305) has stray commas, and titles of parts ("How to Make Bread2") that must not be split.
     def clean(row: dict) -> dict:
         text = re.sub(r"(^|\n)\s*,", r"\1", str(row[text_column] or "")).strip()
         summary = re.sub(r"\s*,\s*(\n|$)", r"\1", str(row[summary_column] or "")).strip()
-        title = re.sub(r"\W*\d*$", "", row.get("title") or text).strip().lower()
+        title = re.sub(r"\W*\d*$", "", str(row.get("title") or text)).strip().lower()
         return {"text": text, "summary": summary, "held_out": random.Random(title).random() < 0.05}
 
     if dist.get_rank() or not sys.stderr.isatty():
@@ -426,8 +419,7 @@ def load_articles(name: str, text_column: str, summary_column: str, num_train: i
     except (KeyError, ValueError, datasets.exceptions.DatasetsError) as error:
         columns = f"--text-column {text_column} and --summary-column {summary_column}"
         raise UserError(f"--dataset {name} with {columns} cannot be read: {error.__cause__ or error}") from error
-    # WikiHow's authors leave out summaries of more than three quarters of their text.
-    usable = rows.filter(lambda row: 0 < len(row["summary"]) <= 0.75 * len(row["text"]))
+    usable = rows.filter(lambda row: 0 < len(row["summary"]) <= 0.75 * len(row["text"]))  # as WikiHow's authors do
     chosen = []
     for held_out, count in ((False, num_train), (True, num_validation)):
         side = usable.filter(lambda row, side=held_out: row["held_out"] == side).shuffle(seed=0)

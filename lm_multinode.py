@@ -11,9 +11,8 @@ of FSDP's five strategies. Without flags it needs no download: a tiny Llama lear
         --max-steps 88000 --validate-every 1000 --checkpoint-every 500 --resume     # the recipe; on every node
 
 Follows "Run Torch FSDP", a tutorial on training over several nodes, with the model and recipe of OpenDiLoCo
-(arXiv:2407.07852). Where it departs: texts are packed into full sequences (circulating code pads each text to 1,024
-tokens), the global batch counts the processes, every decoder layer is a unit of its own (the code put the whole model
-in one), and FSDP2 is the default because FSDP1 is deprecated.
+(arXiv:2407.07852). Where it departs: texts are packed into full sequences (circulating code pads each to 1,024 tokens),
+the global batch counts the processes, every decoder layer is a unit (not the whole model), FSDP2 is the default.
 """
 
 import argparse
@@ -189,17 +188,24 @@ PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362,
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer and casts what it gathers."""
     if args.model not in MODELS:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()  # it comes in eval()
     torch.manual_seed(args.seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def load_config_and_tokenizer(args, world, source) -> tuple:
     """Those of a pretrained model, or of one of `MODELS` with any tokenizer."""
-    with common.first_on_node(world):
-        config = None if args.model in MODELS else AutoConfig.from_pretrained(args.model)
-        name = args.tokenizer or (args.model if config else None)
-        tokenizer = AutoTokenizer.from_pretrained(name) if name else None
+    try:
+        with common.first_on_node(world), torch.device("meta"):
+            config = None if args.model in MODELS else AutoConfig.from_pretrained(args.model)
+            if config and not hasattr(AutoModelForCausalLM.from_config(config).base_model, "layers"):
+                raise ValueError("it has no layers where Llama has them; prepare_layers is the place to change")
+            name = args.tokenizer or (args.model if config else None)
+            tokenizer = AutoTokenizer.from_pretrained(name) if name else None
+    except (OSError, ValueError) as error:
+        raise common.UserError(
+            f"--model {args.model} or --tokenizer {args.tokenizer} cannot be used: {error}"
+        ) from error
     if not tokenizer:
         tokenizer = common.train_tokenizer(texts_of(row["text"] for row in source.take(2000)), 2048, append_eos=False)
     if not config:
@@ -229,21 +235,34 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
         # 5%, chosen by content: a record that comes twice is on one side.
         source = whole.filter(lambda row: zlib.crc32(row["text"].encode()) % 20 > 0)
         held_out = whole.filter(lambda row: zlib.crc32(row["text"].encode()) % 20 == 0)
-    return source, list(texts_of(row["text"] for row in held_out.take(args.num_validation_texts)))
+    with readable(args):
+        texts = list(texts_of(row["text"] for row in held_out.take(args.num_validation_texts)))
+        if not texts:
+            raise ValueError("no such file, or too few texts to hold some out")
+    return source, texts
+
+
+@contextlib.contextmanager
+def readable(args):
+    """Names the dataset when reading it fails; a worker's error comes with its traceback."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise common.UserError(f"--dataset {args.dataset}: {str(error).strip().splitlines()[-1]}") from error
 
 
 def texts_of(lines):
     """The texts of JSON records; broken ones are left out."""
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            yield json.loads(line)["text"]
+            yield json.loads(line)["text"] + ""  # a TypeError where it is no text
 
 
 def pack(rows: dict, numbers: list[int], tokenizer, length: int, seed: list[int]) -> dict:
     """Shuffle a block of texts and join them end to end, cut into full sequences: nothing is padded."""
-    texts = [text + tokenizer.eos_token for text in texts_of(rows["text"])]
+    texts = [text + tokenizer.eos_token for text in texts_of(rows["text"])] or [""]
     np.random.default_rng([*seed, numbers[0]]).shuffle(texts)
-    tokens = np.concatenate(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] or [[]]).astype(int)
+    tokens = np.concatenate(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]).astype(int)
     end = max(0, len(tokens) - 1) // length * length  # every token is also a target, across sequences too
     return {"input_ids": tokens[:end].reshape(-1, length), "labels": tokens[1 : end + 1].reshape(-1, length)}
 
@@ -254,6 +273,8 @@ class Batches(IterableDataset):
     def __init__(self, args, world, source, tokenizer, place: dict) -> None:
         self.args, self.rank, self.tokenizer, self.place = args, world.rank, tokenizer, place
         self.own = split_dataset_by_node(source, world.rank, world.size)
+        if source.num_shards % world.size:  # it would step over packed sequences, not over texts
+            self.own = source.filter(lambda row, number: number % world.size == world.rank, with_indices=True)
 
     def __iter__(self):
         args, place = self.args, self.place
@@ -277,11 +298,9 @@ def load(args, world, source, tokenizer, place: dict):
     # The worker must outlive the SIGTERM that a cluster sends to every process, until all is saved.
     options = {"worker_init_fn": lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN), "num_workers": 1}
     loader = DataLoader(batches, batch_size=None, generator=torch.Generator(), prefetch_factor=8, **options)
-    try:
+    with readable(args):
         for batch, behind in loader:
             yield {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}, behind
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # the worker's, with its traceback
-        raise common.UserError(f"--dataset {args.dataset}: {str(error).strip().splitlines()[-1]}") from error
 
 
 @torch.no_grad()
@@ -351,7 +370,7 @@ def flops_share(args, world, config) -> float:
 def compare_strategies(args, world, config, load_from_start) -> None:
     """Train a few steps under each strategy with this model on these machines; each row comes once it is known."""
     columns = {"strategy": "19s", "replicas": "8d", "shards": "6d", "tokens/s": "9,.0f", "mfu": "6.1%"}
-    columns |= {"step_seconds": "7.3f", "state_gb": "8.4f", "peak_gb": "7.2f", "note": "13s"}
+    columns |= {"step_seconds": "7.3f", "state_gb": "8.4f", "peak_gb": "7.2f", "note": "4s"}
     log = common.Log(world.rank, args.output_dir, **columns)
     share = flops_share(args, world, config)
     for args.sharding_strategy in RESHARD:
@@ -388,7 +407,6 @@ def main(args, world) -> None:
         raise common.UserError(
             f"--global-batch-size must be a multiple of --micro-batch-size times {world.size} processes"
         )
-    # ---- Data, model, resume
     source, held_out = load_texts(args)
     config, tokenizer = load_config_and_tokenizer(args, world, source)
     packed = pack({"text": [json.dumps({"text": text}) for text in held_out]}, [0], tokenizer, args.seq_length, [0])
@@ -413,7 +431,6 @@ def main(args, world) -> None:
     if (before := len(progress["places"])) != world.size:
         log.say(f"         saved by {before} processes: the place in the data is lost, a new pass begins")
         progress["places"] = [{"pass": 1 + max(place.get("pass", 0) for place in progress["places"])}] * world.size
-    # ---- Train
     stop = common.StopRequest()
     share, first = flops_share(args, world, config), progress["step"] + 1
     batches = load(args, world, source, tokenizer, progress["places"][world.rank])

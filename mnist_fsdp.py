@@ -21,7 +21,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -39,8 +38,6 @@ from torchvision.transforms.functional import pil_to_tensor
 from PIL import Image, ImageDraw, ImageFont
 
 import common
-
-warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")  # FSDP1 on one process
 
 # ---- FSDP ------------------------------------------------------------------------------------------------------
 
@@ -218,7 +215,6 @@ def main(args, world) -> None:
         log.say(f"{network:<8} {common.describe_size(model, world)}")
         if args.print_model:
             log.say(str(model))
-        # ---- Train
         for epoch in range(1, 2 if few else args.epochs + 1):
             common.peak_memory_gb(world.device)
             began = time.perf_counter()

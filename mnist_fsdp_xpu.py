@@ -1,8 +1,7 @@
 """What do I change to run it on Intel GPUs?
 
-The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine with FSDP2 (`fully_shard`) or FSDP1
-(`FullyShardedDataParallel`). Read it beside the other script: in `diff mnist_fsdp.py mnist_fsdp_xpu.py` the lines with
-"XPU:" are the answer; the other differences are what the document trains: one network, Adadelta, nothing to compare.
+The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. `diff mnist_fsdp.py mnist_fsdp_xpu.py`
+shows the answer in lines with "XPU:"; the others are what the document trains: one network, Adadelta.
 
     pip install torch torchvision --index-url https://download.pytorch.org/whl/xpu     # XPU: PyTorch's build for them
     python mnist_fsdp_xpu.py                                # one process for each Intel GPU
@@ -12,15 +11,14 @@ The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine w
 
 Follows "Fully Sharded Data Parallel (FSDP)" of Intel Extension for PyTorch. That extension (`ipex`), its collectives
 (`oneccl_bindings_for_pytorch`) and their backend `ccl` end at PyTorch 2.8; PyTorch's own `xpu` and `xccl` have taken
-their place. Where it departs: the wrap policy is passed (the document builds it and forgets it), every process is
-seeded, and one downloads. It has not run on an Intel GPU, only as rehearsal.
+their place. Where it departs: the wrap policy is passed (the document forgets it), every process is seeded, and one
+downloads. It has not run on an Intel GPU, only as rehearsal.
 """
 
 import argparse
 import functools
 import math
 import time
-import warnings
 from pathlib import Path
 
 import torch
@@ -39,8 +37,6 @@ from torchvision.transforms.functional import pil_to_tensor
 from PIL import Image, ImageDraw, ImageFont
 
 import common
-
-warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")  # FSDP1 on one process
 
 # ---- FSDP ------------------------------------------------------------------------------------------------------
 
@@ -194,12 +190,12 @@ def main(args, world) -> None:
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)  # after sharding: of the shards
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    fsdp = f"FSDP{args.fsdp_version} FULL_SHARD"
-    log.say(f"run      {world.size} processes on {world.device.type}, {fsdp}, torch {torch.__version__}, {log.run}")
+    log.say(
+        f"run      {world.size} processes on {world.device.type}, FSDP{args.fsdp_version}, torch {torch.__version__}"
+    )
     log.say(f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test")
     log.say(f"model    {common.describe_size(model, world)}")
     log.say(str(model))  # with its units
-    # ---- Train
     if world.device.type == "xpu":  # XPU: time by the device's own clock
         first, last = (torch.xpu.Event(enable_timing=True) for _ in range(2))
         first.record()

@@ -142,9 +142,8 @@ def summed_loss(model: nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tens
 
 @torch.compiler.set_stance("force_eager")  # with --compile: a graph for every length of a summary is not worth it
 def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
-    """Greedy summaries, (batch, tokens). On all ranks together: every forward pass gathers shards from all of them."""
-    options = {"max_new_tokens": args.max_target_length, "do_sample": False}
-    options |= {"synced_gpus": True}  # keeps a rank going that has finished its own, or the others would wait for ever
+    """Greedy summaries. On all ranks together: `synced_gpus` keeps those gathering that have finished their own."""
+    options = {"max_new_tokens": args.max_target_length, "do_sample": False, "synced_gpus": True}
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     if args.fsdp_version == 2:
         return model.generate(**inputs, **options)
@@ -156,7 +155,7 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
 def load_model(args, config: T5Config) -> T5ForConditionalGeneration:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer and casts what it gathers."""
     if args.model != "builtin":
-        return T5ForConditionalGeneration.from_pretrained(args.model, dtype=torch.float32)
+        return T5ForConditionalGeneration.from_pretrained(args.model, dtype=torch.float32).train()  # it comes in eval()
     torch.manual_seed(args.seed)
     return T5ForConditionalGeneration(config)
 
@@ -169,8 +168,11 @@ def load_config_and_tokenizer(args, world, articles) -> tuple:
         shape = {"d_model": 128, "d_kv": 16, "num_heads": 8, "d_ff": 256, "num_layers": 2, "dropout_rate": 0.0}
         special = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
         return T5Config(vocab_size=len(tokenizer), **shape, **special), tokenizer
-    with common.first_on_node(world):
-        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    try:
+        with common.first_on_node(world):
+            config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        raise common.UserError(f"--model {args.model} cannot be read: {error}") from error
     if config.model_type != "t5":
         raise common.UserError(f"--model {args.model} is a {config.model_type}; T5Block is what this script shards")
     return config, tokenizer
@@ -272,7 +274,6 @@ def main(args, world) -> None:
     log = common.Log(world.rank, args.output_dir, **columns)
     checkpoints = common.find_checkpoints(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
-    # ---- Data, model, optimizer
     with common.first_on_node(world):
         articles = common.load_articles(
             args.dataset, args.text_column, args.summary_column, args.num_train_samples, args.num_validation_samples
@@ -291,7 +292,6 @@ def main(args, world) -> None:
     scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
     scaler = scaler_class(world.device.type, enabled=args.precision == "fp16")
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    # ---- Resume
     split = {"processes": world.size, "step_size": (step_size := args.batch_size * world.size)}
     progress = {"epoch": 1, "step": 0, "samples": 0, "best_loss": math.inf, **split}  # samples: of this epoch
     fixed = ("model", "dataset", "num_train_samples", "max_source_length", "max_target_length", "seed", "lr", "gamma")
@@ -299,8 +299,7 @@ def main(args, world) -> None:
     progress |= common.load_checkpoint(checkpoints, model, optimizer, settings, world)
     if progress.get("scaler"):
         scaler.load_state_dict(progress["scaler"])
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {log.run}"
-    log.say(f"run      {world.size} processes on {world.device.type}, {versions}")
+    log.say(f"run      {world.size} processes on {world.device.type}, torch {torch.__version__}, {log.run}")
     log.say(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
     log.say(f"model    {args.model}, {common.describe_size(model, world)}")
     log.say(f"data     {args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate")
@@ -310,7 +309,6 @@ def main(args, world) -> None:
     if args.print_model:
         log.say(str(model))
     progress |= {"settings": vars(args), **split}
-    # ---- Train
     stop = common.StopRequest()
     if args.run_validation and progress["step"] == 0:
         log.row(epoch=0, step=0, **validate(args, world, model, validation_set, collate, log)[0])
@@ -322,8 +320,8 @@ def main(args, world) -> None:
         steps = epoch_steps(lengths, args, world, epoch)[progress["samples"] // step_size :]
         steps = steps[: max(0, args.max_steps - progress["step"])] if args.max_steps else steps
         began = time.perf_counter()
-        bar = log.bar(load(train_set, steps, collate, world), f"epoch {epoch}", len(steps))
-        for number, batch in enumerate(bar, 1):
+        batches = load(train_set, steps, collate, world)
+        for number, batch in enumerate(log.bar(batches, f"epoch {epoch}", len(steps)), 1):
             result = train_step(args, world, model, optimizer, scaler, batch)
             window += result[:3]  # stays on the device: reading a number would make the host wait in every step
             progress["step"] += 1

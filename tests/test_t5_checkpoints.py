@@ -152,7 +152,7 @@ def test_ctrl_c_saves_and_leaves(resumed, shared, tmp_path):
         wait_for(running, lambda: (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) >= 3)
         os.killpg(running.pid, signal.SIGINT)
         output = running.communicate(timeout=100)[0]
-        assert running.returncode in (0, 128 + signal.SIGINT) and "Traceback" not in output, output
+        assert running.returncode == 0 and "Traceback" not in output, output
     assert_stopped_and_resume(output, resumed, shared, tmp_path)
 
 
@@ -205,23 +205,21 @@ def test_what_cannot_be_resumed_is_one_sentence(copy, shared, tmp_path):
 
 
 def evaluate_plainly(folder, articles_csv):
-    """Load an exported folder without FSDP; return the model, its validation loss and summaries of three articles."""
+    """Load an exported folder without FSDP; return the model and its validation loss."""
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     articles = load(articles_csv, validation=300)[1]
-    rows = [t5_fsdp.tokenize(articles[[number]], tokenizer, 512, SUMMARY) for number in range(len(articles))]
-    batch = DataCollatorForSeq2Seq(tokenizer)([{name: ids[0] for name, ids in row.items()} for row in rows])
-    inputs = {"input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3]}
+    options = {"tokenizer": tokenizer, "source_length": 512, "target_length": SUMMARY}
+    rows = articles.map(t5_fsdp.tokenize, batched=True, fn_kwargs=options, remove_columns=articles.column_names)
     with torch.no_grad():
-        loss, tokens = t5_fsdp.summed_loss(model, batch)
-        texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=SUMMARY), skip_special_tokens=True)
-    return model, (loss / tokens).item(), texts
+        loss, tokens = t5_fsdp.summed_loss(model, DataCollatorForSeq2Seq(tokenizer)([*rows]))
+    return model, (loss / tokens).item()
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_exported_folder_is_what_was_trained(resumed, version, articles_csv):
     folder = resumed / f"whole{version}"
     assert sorted(path.name for path in folder.iterdir()) == ["best", "checkpoints", "metrics.jsonl"]
-    model, loss, _ = evaluate_plainly(folder / "best", articles_csv)
+    model, loss = evaluate_plainly(folder / "best", articles_csv)
     assert model.lm_head.weight is model.shared.weight is model.encoder.embed_tokens.weight
     assert loss == pytest.approx(records(folder, "val_loss")[-1]["val_loss"], abs=1e-5)
     weights = load_file(folder / "best" / "model.safetensors")
@@ -236,7 +234,7 @@ def test_flan_t5_keeps_its_own_output_layer_and_the_best_epoch_is_exported(artic
     runs = [[*arguments, "--fsdp-version", version, "--output-dir", path] for version, path in enumerate(outputs, 1)]
     run_many("t5_fsdp", runs, processes=2)
     for output in outputs:
-        model, loss, _ = evaluate_plainly(output / "best", articles_csv)
+        model, loss = evaluate_plainly(output / "best", articles_csv)
         assert (model.lm_head.weight - model.shared.weight).abs().max() > 1
         _, best, worse = (row["val_loss"] for row in records(output, "val_loss"))
         assert loss == pytest.approx(best, abs=1e-5) and worse > best + 1

@@ -49,8 +49,9 @@ def test_the_exported_model_writes_the_printed_summaries(trained):
     output_dir, printed = trained
     model, tokenizer = (kind.from_pretrained(output_dir / "best") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
     articles = load("builtin", 8000, 300)[1]
-    columns = t5_fsdp.tokenize(articles[:], tokenizer, 512, 150)
-    batch = DataCollatorForSeq2Seq(tokenizer)([dict(zip(columns, ids, strict=True)) for ids in zip(*columns.values())])
+    options = {"tokenizer": tokenizer, "source_length": 512, "target_length": 150}
+    rows = articles.map(t5_fsdp.tokenize, batched=True, fn_kwargs=options, remove_columns=articles.column_names)
+    batch = DataCollatorForSeq2Seq(tokenizer)([*rows])
     with torch.no_grad():
         loss, tokens = t5_fsdp.summed_loss(model.eval(), batch)
         inputs = {"input_ids": batch["input_ids"][:100], "attention_mask": batch["attention_mask"][:100]}
