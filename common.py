@@ -142,6 +142,8 @@ def find_accelerator(name: str) -> torch.device | None:
 
 def setup(accelerator: torch.device | None) -> World:
     """Read torchrun's environment, set the device and start the process group."""
+    if "RANK" in os.environ and "MASTER_PORT" not in os.environ:
+        raise UserError("RANK is set without torchrun's other variables; unset it, or start with torchrun")
     names = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
     rank, local_rank, size, local_size = (int(os.environ.get(name, default)) for name, default in names)
     device = torch.device(accelerator.type, local_rank) if accelerator else torch.device("cpu")

@@ -202,7 +202,6 @@ def main(args, world) -> None:
         images = Subset(train_set, range(min(1280, len(train_set)))) if few else train_set
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
-        # ---- Model, shards, optimizer: the order of these lines matters
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
         model = Network(*NETWORKS[network])
         if args.mode == "local":

@@ -183,7 +183,6 @@ def main(args, world) -> None:
     train_set, test_set = load_digits(args, world)
     train_loader = make_loader(train_set, args.batch_size, args, world, train=True)
     test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
-    # ---- Model, shards, optimizer: the order of these lines matters
     torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
     mesh = init_device_mesh(world.device.type, (world.size,))
     model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, Network())

@@ -82,7 +82,7 @@ def check_bad_input(script, as_users, as_forks, **environment):
 
 
 def records(output_dir, *names):
-    """The records of `metrics.jsonl` that hold all of these names: "loss" for rows of training, "val_loss" of validation."""
+    """The records of `metrics.jsonl` with all of these names: "loss" for training, "val_loss" for validation."""
     lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if set(names) <= set(record)]
 

@@ -89,7 +89,7 @@ def test_ten_kills_at_random_moments_lose_nothing(whole, tmp_path):
     assert losses(tmp_path) == losses(whole[2])
 
 
-@pytest.mark.parametrize("version, file", [(1, "*.distcp"), (2, "*.distcp"), (2, ".metadata")])
+@pytest.mark.parametrize("version, file", [(1, "*.distcp"), (2, "*.distcp"), (2, ".metadata"), (2, "progress.json")])
 def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(whole, version, file, tmp_path):
     shutil.copytree(whole[version], tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "checkpoints" / f"step-{STEPS:07d}"

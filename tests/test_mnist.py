@@ -36,16 +36,18 @@ def tables(stdout):
     return [re.findall(r"^(?:network| *(?:shallow|deep) +(?:local|fsdp)) .*", text, re.MULTILINE) for text in texts]
 
 
-def test_the_bare_command_without_the_deep_network_learns_the_digits(tmp_path):
-    """Both halves learn, each process holds half of the state, and both saved networks score as reported."""
-    finished = succeed("mnist_fsdp.py", "--model", "shallow", "--save-model", "--output-dir", tmp_path, timeout=900)
+def test_both_halves_learn_the_digits_and_stand_side_by_side(tmp_path):
+    """`python mnist_fsdp.py` with fewer images in smaller batches: each process holds half of the state, and both saved
+    networks score as reported."""
+    fewer = ("--num-train-samples", 2560, "--batch-size", 32, "--model", "shallow")
+    finished = succeed("mnist_fsdp.py", *fewer, "--save-model", "--output-dir", tmp_path, timeout=600)
     assert "torchrun --standalone --nproc_per_node 2 " in finished.stdout
     assert finished.stdout.count("1,199,882 parameters") == 2
     rows = records(tmp_path, "loss")
     kinds = [(row["mode"], row["processes"], row["epoch"]) for row in rows]
     assert kinds == [("local", 1, 1), ("local", 1, 2), ("local", 1, 3), ("fsdp", 2, 1), ("fsdp", 2, 2), ("fsdp", 2, 3)]
     local, fsdp = rows[2], rows[5]
-    assert local["accuracy"] >= 0.97 and fsdp["accuracy"] >= 0.9
+    assert local["accuracy"] >= 0.85 and fsdp["accuracy"] >= 0.85  # 0.93 to 0.96 with seeds 1 and 2
     assert local["state_gb"] == pytest.approx(16 * 1_199_882 / 2**30, rel=0.01)
     assert fsdp["state_gb"] == pytest.approx(local["state_gb"] / 2, rel=0.02)
     assert local["peak_gb"] > 0.1 and fsdp["peak_gb"] > 0.1  # PyTorch alone takes more
@@ -65,19 +67,24 @@ def test_the_bare_command_without_the_deep_network_learns_the_digits(tmp_path):
 
 
 def test_a_linear_classifier_does_not_learn_the_digits():
-    """20 epochs on the images of the default run stay under 95%, so the networks have something to do."""
+    """It fits 6,400 images and fails on new ones, so the networks have something to do."""
     images, labels = mnist_fsdp.draw_digits(6400, 2).tensors
-    torch.manual_seed(0)
     linear = nn.Linear(784, 10)
-    optimizer = torch.optim.Adam(linear.parameters(), lr=0.001)
-    for _ in range(20):
-        for batch in torch.randperm(len(images)).split(64):
-            optimizer.zero_grad()
-            F.cross_entropy(linear(images[batch].flatten(1)), labels[batch]).backward()
-            optimizer.step()
-    images, labels = mnist_fsdp.draw_digits(2000, 3).tensors
-    accuracy = (linear(images.flatten(1)).argmax(1) == labels).float().mean().item()
-    assert 0.5 < accuracy < 0.95
+    nn.init.zeros_(linear.weight)
+    optimizer = torch.optim.LBFGS(linear.parameters(), max_iter=50)
+
+    def loss():
+        optimizer.zero_grad()
+        value = F.cross_entropy(linear(images.flatten(1)), labels)
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    scores = [
+        (linear(images.flatten(1)).argmax(1) == labels).float().mean().item()
+        for images, labels in (mnist_fsdp.draw_digits(6400, 2).tensors, mnist_fsdp.draw_digits(2000, 3).tensors)
+    ]
+    assert scores[0] > 0.99 and 0.5 < scores[1] < 0.82
 
 
 def test_digits_are_the_same_for_a_seed():
@@ -250,16 +257,12 @@ def test_processes_started_by_plain_python_end_together(tmp_path):
     script = tmp_path / "small.py"
     script.write_text(SMALL_SCRIPT.format(root=str(ROOT)))
 
-    def finish(fate):
-        began = time.monotonic()
-        return run(script, fate), time.monotonic() - began
-
     fates = {"killed": "SIGKILL", "crash 0": "ZeroDivisionError: a bug", "crash 1": "ZeroDivisionError: a bug"}
     with ThreadPoolExecutor(3) as pool:
-        for (fate, cause), (finished, seconds) in zip(fates.items(), pool.map(finish, fates), strict=True):
+        ends = pool.map(lambda fate: run(script, fate, timeout=150), fates)  # the timeout of a collective: 60 minutes
+        for (fate, cause), finished in zip(fates.items(), ends, strict=True):
             assert finished.stdout.count("together 3") == 3
             assert finished.returncode == 1 and cause in finished.stderr, (fate, finished.stderr)
-            assert seconds < 60, fate
 
 
 @pytest.mark.parametrize("half", ["local", "fsdp"])

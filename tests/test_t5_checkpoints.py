@@ -95,11 +95,14 @@ def test_torchrun_restarts_after_a_killed_process_and_loses_nothing(resumed, sha
     command = [*torchrun, "--max-restarts", "1", ROOT / "t5_fsdp.py", *shared, "--checkpoint-every", str(EVERY)]
     with started([*command, "--no-save-model", "--output-dir", tmp_path]) as running:
         wait_for(running, (tmp_path / "checkpoints" / "step-0000005" / ".metadata").exists)
-        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
+        os.kill(processes_of(running)[-1], signal.SIGKILL)
         assert running.wait(timeout=200) == 0
     assert losses(tmp_path) == losses(resumed / "whole2")
     assert len({row["run"] for row in records(tmp_path, "loss")}) == 2  # it did start twice
+
+
+def processes_of(torchrun):
+    return [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
 
 
 @contextlib.contextmanager
@@ -110,8 +113,13 @@ def started(command):
     try:
         yield running
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
+        for pid in (*processes_of(running), running.pid) if running.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+
+
+def trains(folder):
+    """Whether a run has made a step."""
+    return (folder / "metrics.jsonl").exists() and bool(losses(folder))
 
 
 def wait_for(running, condition):
@@ -121,39 +129,35 @@ def wait_for(running, condition):
         time.sleep(0.02)
 
 
-def assert_stopped_and_resume(finished_stdout, resumed, shared, folder):
+def assert_it_saved_and_goes_on(printed, folder, resumed, shared):
     """One checkpoint was saved, without --checkpoint-every; the resumed run goes on as if nothing had happened."""
     [checkpoint] = (folder / "checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
-    assert 3 <= step < STEPS and max(losses(folder)) == step
-    assert f"stopped  on request at step {step}, all saved; --resume goes on" in finished_stdout
-    arguments = ("--no-save-model", "--resume", "--output-dir", folder)
-    assert (
-        f"from step {step}, keeps everything"
-        in succeed("t5_fsdp.py", *shared, *arguments, processes=2, fork=True).stdout
-    )
+    assert max(losses(folder)) == step < STEPS
+    assert f"stopped  on request at step {step}, all saved; --resume goes on" in printed
+    arguments = (*shared, "--no-save-model", "--resume", "--output-dir", folder)
+    finished = succeed("t5_fsdp.py", *arguments, processes=2, fork=True)
+    assert f"from step {step}, keeps everything" in finished.stdout
     assert losses(folder) == losses(resumed / "whole2")
 
 
 def test_sigterm_on_one_process_saves_and_leaves_with_code_0(resumed, shared, tmp_path):
-    def three_steps():
-        return (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) >= 3
-
+    kill = (1, lambda: trains(tmp_path), signal.SIGTERM)
     arguments = (*shared, "--no-save-model", "--output-dir", tmp_path)
-    finished = run("t5_fsdp.py", *arguments, processes=2, fork=True, kill=(1, three_steps, signal.SIGTERM))
+    finished = run("t5_fsdp.py", *arguments, processes=2, fork=True, kill=kill)
     assert finished.returncode == 0, finished.stderr[-2000:]
-    assert_stopped_and_resume(finished.stdout, resumed, shared, tmp_path)
+    assert_it_saved_and_goes_on(finished.stdout, tmp_path, resumed, shared)
 
 
 def test_ctrl_c_saves_and_leaves(resumed, shared, tmp_path):
-    """In a terminal it reaches the process that has started the others."""
+    """In a terminal it reaches the process that has started the others, and hands it on."""
     command = [sys.executable, ROOT / "t5_fsdp.py", *shared, "--no-save-model", "--output-dir", tmp_path]
     with started(command) as running:
-        wait_for(running, lambda: (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) >= 3)
+        wait_for(running, lambda: trains(tmp_path))
         os.killpg(running.pid, signal.SIGINT)
-        output = running.communicate(timeout=100)[0]
-        assert running.returncode == 0 and "Traceback" not in output, output
-    assert_stopped_and_resume(output, resumed, shared, tmp_path)
+        printed = running.communicate(timeout=100)[0]
+    assert running.returncode == 128 + signal.SIGINT and "Traceback" not in printed, printed
+    assert_it_saved_and_goes_on(printed, tmp_path, resumed, shared)
 
 
 DAMAGES = {

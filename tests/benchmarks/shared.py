@@ -1,5 +1,6 @@
 """What the benchmarks share: runs of the scripts, also of another checkout's, made-up texts and models, tables."""
 
+import itertools
 import json
 import random
 import statistics
@@ -42,22 +43,17 @@ def compare_checkouts(other: Path, script: str, *flags, processes: int, turns: i
     rates: dict[str, list[float]] = {"other": [], "this": []}
     for _ in range(turns):
         for name, root in (("other", other), ("this", ROOT)):
-            # Before its rows held "tokens/s", a script wrote reports of several kinds.
-            rows = [row for row in run_script(script, *flags, processes=processes, root=root) if row.get("step")]
-            speeds = [row.get("tokens/s") or row.get("tokens_per_second") for row in rows]
+            records = run_script(script, *flags, processes=processes, root=root)
+            # Older checkouts name it so, and write reports of other kinds too.
+            steps_only = [record for record in records if record.get("report", "step") == "step"]
+            speeds = [record.get("tokens/s") or record.get("tokens_per_second") for record in steps_only]
             rates[name].append([speed for speed in speeds if speed][-1])
-    medians = {name: statistics.median(some) for name, some in rates.items()}
-    print_table(
-        [
-            {
-                "checkout": name,
-                "tokens/s": medians[name],
-                "of the other's": medians[name] / medians["other"],
-                "turns": " ".join(f"{rate:.0f}" for rate in some),
-            }
-            for name, some in rates.items()
-        ]
-    )
+    rows = []
+    for name, some in rates.items():
+        row = {"checkout": name, "tokens/s": (speed := statistics.median(some))}
+        row["of the other's"] = speed / statistics.median(rates["other"])
+        rows.append(row | {"turns": " ".join(f"{rate:.0f}" for rate in some)})
+    print_table(rows)
 
 
 def print_table(rows: Iterable[dict]) -> None:
@@ -82,12 +78,12 @@ class Words:
         self.random = random.Random(0)
         syllables = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "ay", "er", "in")]
         self.words = ["".join(self.random.choices(syllables, k=self.random.choice((1, 2, 2, 3)))) for _ in range(count)]
-        self.weights = [1 / rank for rank in range(1, count + 1)]  # Zipf
+        self.weights = list(itertools.accumulate(1 / rank for rank in range(1, count + 1)))  # Zipf
 
     def text(self, mean: float, sigma: float) -> str:
         """A text whose number of words is log-normal."""
         length = max(1, round(self.random.lognormvariate(-(sigma**2) / 2, sigma) * mean))
-        return " ".join(self.random.choices(self.words, self.weights, k=length))
+        return " ".join(self.random.choices(self.words, cum_weights=self.weights, k=length))
 
 
 def write_llama(folder: Path, texts: list[str], vocabulary: int = 8192) -> Path:

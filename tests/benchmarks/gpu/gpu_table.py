@@ -301,7 +301,7 @@ def run_scripts(options: argparse.Namespace) -> None:
         else:
             code = 0
         print(f"\n{script} {' '.join(map(str, flags))}: code {code}, {time.perf_counter() - began:.1f} s\n")
-        records = [record for record in records if "article" not in record][-5:]
+        records = records[-5:]
         names = dict.fromkeys(name for record in records for name in record if name != "run")
         print_table({name: record.get(name, "") for name in names} for record in records)
 
