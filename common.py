@@ -295,7 +295,7 @@ def save_checkpoint(folder: Path, model, optimizer, progress: dict, world: World
     try:
         if world.rank == 0:
             shutil.rmtree(path, ignore_errors=True)  # what a killed run has left of it
-            path.mkdir(parents=True)
+            path.mkdir(parents=True, exist_ok=True)  # another rank may be faster
             (path / "progress.json").write_text(json.dumps(progress, default=str))
         dcp.save(state_of(model, optimizer, world)[0], checkpoint_id=path)
         for old in sorted(path.parent.glob("*/.metadata"))[:-keep] if world.rank == 0 else ():
