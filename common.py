@@ -5,6 +5,7 @@ Copy this file together with the script you start from. Nothing in it is about F
 
 import argparse
 import contextlib
+import difflib
 import gc
 import json
 import logging
@@ -56,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=header, formatter_class=type("Help", kinds, {}), allow_abbrev=False)
         add, count = self.add_argument_group("run").add_argument, at_least(0)
         add("--num-processes", default=0, type=count, help="without torchrun; 0: one for each GPU, or two on the CPU")
-        add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"), help="where to train")
+        add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu", "mps"), help="where to train")
         add("--seed", default=1, type=count, help="of weights, data order and dropout")
         add("--output-dir", default=Path("output", Path(sys.argv[0]).stem), type=Path, help="for all that is written")
         add("--save-model", default=True, action=argparse.BooleanOptionalAction, help="export the best or last model")
@@ -69,7 +70,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args([re.sub("^--[^=]+", lambda m: m[0].replace("_", "-"), a) for a in sys.argv[1:]])
 
     def error(self, message: str) -> NoReturn:
-        fail(f"{message} (--help lists every flag)")
+        wrong = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
+        near = difflib.get_close_matches(wrong, self._option_string_actions, 1)
+        fail(f"{message} ({f'did you mean {near[0]}? ' if near else ''}--help lists every flag)")
 
 
 def at_least(low: float, kind: type = int) -> Callable[[str], float]:
@@ -83,6 +86,13 @@ def at_least(low: float, kind: type = int) -> Callable[[str], float]:
     return number
 
 
+def hub_or_folder(text: str) -> str:
+    """An argparse type: a name on the Hugging Face Hub, or a folder that is there."""
+    if text[:1] in "./~" and not Path(text).expanduser().is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: no such folder")
+    return os.path.expanduser(text)
+
+
 def fail(message: str, code: int = 2) -> NoReturn:
     """Print a message on stderr and end this process at once."""
     if os.environ.get("RANK", "0") != "0":
@@ -91,6 +101,8 @@ def fail(message: str, code: int = 2) -> NoReturn:
         if StopRequest.flag:  # torchrun has asked already
             os._exit(code)
         time.sleep(10)
+    done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    message += " (torchrun tries again, as --max-restarts says)" if done < most else ""
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     os._exit(code)  # an orderly end can hang: another rank may wait in a collective
 
@@ -101,6 +113,10 @@ def run(main: Callable[[argparse.Namespace, World], None], args: argparse.Namesp
         accelerator = find_accelerator(args.device)
         if args.fsdp_version == 1 and args.save_model and not accelerator and torch.__version__ < (2, 14):
             raise UserError("before torch 2.14 FSDP1 cannot save a whole model on a CPU; add --no-save-model")
+        if args.fsdp_version == 1 and getattr(args, "cpu_offload", False) and not accelerator:
+            raise UserError("FSDP1 offloads from a GPU only; on a CPU use --fsdp-version 2, or no --cpu-offload")
+        if accelerator and accelerator.type == "mps" and getattr(args, "mode", None) != "local":
+            raise UserError("FSDP does not run on Apple's GPUs; use --device cpu, or mnist_fsdp.py --mode local")
         count = args.num_processes or (torch.accelerator.device_count() if accelerator else 2)  # two on a CPU
         if "RANK" not in os.environ and count > 1:
             return start_processes(count)
@@ -131,7 +147,7 @@ def start_processes(count: int) -> None:
 
 
 def find_accelerator(name: str) -> torch.device | None:
-    """The kind of GPU that `--device` names, None for the CPU. On Apple's GPUs FSDP does not run."""
+    """The kind of GPU that `--device` names, None for the CPU. `auto` skips Apple's, where FSDP does not run."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if name == "cpu" or (name == "auto" and (not found or found.type == "mps")):
         return None
@@ -154,8 +170,11 @@ def setup(accelerator: torch.device | None) -> World:
         raise UserError(f"{local_size} processes on this node, but {count} GPUs; start at most one for each")
     else:
         torch.accelerator.set_device_index(local_rank)  # before the process group, or all open a context on device 0
-    # No backend is named: gloo for the CPU, NCCL or XCCL for the device. 60 minutes: all wait while one tokenizes.
-    options = {"timeout": timedelta(minutes=60), "device_id": device if accelerator else None}
+        torch.set_float32_matmul_precision("high")  # TF32: fp32 products several times faster, with 10 bits of mantissa
+    # Tensors of the CPU go over gloo, those of the device over NCCL or XCCL. Unnamed, it would be the latter alone.
+    options = {"backend": "gloo", "timeout": timedelta(minutes=60)}  # all wait while one tokenizes
+    if device.type in ("cuda", "xpu"):
+        options["backend"] = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     if "RANK" in os.environ:
         # A store of rank 0's own: torchrun's outlives a restart, with dead processes' addresses (pytorch#135712).
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
@@ -174,6 +193,12 @@ def first_on_node(world: World):
     yield
     if not world.local_rank:
         dist.barrier()
+
+
+def limit_waits(minutes: int = 10) -> None:
+    """Data is prepared: from here on, a collective that takes longer means that another process hangs or is gone."""
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.15
+    set_timeout(timedelta(minutes=minutes))
 
 
 class StopRequest:
@@ -205,7 +230,7 @@ def choose_precision(name: str, device: torch.device) -> str:
 # ---- Metrics ---------------------------------------------------------------------------------------------------
 def sum_over_ranks(values: torch.Tensor) -> list[float]:
     """Sum over all ranks and read from the device, for which the host waits: not in every step. A collective."""
-    dist.all_reduce(total := values.clone())
+    dist.all_reduce(total := values.cpu().clone())
     return total.tolist()
 
 
@@ -215,24 +240,27 @@ def state_gb(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors) / 2**30
 
 
-def peak_memory_gb(device: torch.device) -> float:
+def peak_memory(device: torch.device) -> dict[str, float]:
     """GB at most since the last call: of the device's memory, or on a CPU of this process's resident memory (Linux)."""
-    peak = math.nan
-    if device.type != "cpu":
-        peak = torch.accelerator.max_memory_allocated(device)
+    peaks = {"peak_gb": math.nan}
+    if device.type in ("cuda", "xpu"):  # reserved: with what the allocator keeps for later
+        peaks = {"peak_gb": torch.accelerator.max_memory_allocated(device) / 2**30}
+        peaks["reserved_gb"] = torch.accelerator.max_memory_reserved(device) / 2**30
         torch.accelerator.reset_peak_memory_stats(device)
-    elif (clear := Path("/proc/self/clear_refs")).exists():
-        peak = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 2**10
+    elif device.type == "cpu" and (clear := Path("/proc/self/clear_refs")).exists():
+        peaks["peak_gb"] = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**20
         clear.write_text("5")
-    return peak / 2**30
+    return peaks
 
 
-def describe_size(model: torch.nn.Module, world: World, replicas: int = 1) -> str:
-    """The parameters of a sharded model, and what each process will hold in fp32 with AdamW. A collective."""
-    shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    dist.all_reduce(count := torch.tensor(sum(shard.numel() for shard in shards)))
-    held = f"{16 * count.item() / world.size / 2**30:.3f} GB"  # 4 bytes each for weight, gradient and two moments
-    return f"{count.item() // replicas:,} parameters, {held} of state in each process"
+def describe_size(num_parameters: int, shards: int, world: World) -> str:
+    """What each process will hold of a model in fp32 with AdamW, and the memory that there is for it."""
+    held = 16 * num_parameters / shards / 2**30  # 4 bytes each for weight, gradient and two moments
+    if world.device.type in ("cuda", "xpu"):
+        memory = torch.accelerator.get_memory_info(world.device)[1]
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
+    return f"{num_parameters:,} parameters, {held:.3f} GB of state in each process, of {memory / 2**30:.0f} GB memory"
 
 
 class Log:
@@ -256,6 +284,8 @@ class Log:
     def row(self, write: bool = True, **values: float) -> None:
         """Print a row of the table, empty where there is no value, and write it, with date and seconds of the run."""
         cells = {name: format(values[name], form) if name in values else "" for name, form in self.columns.items()}
+        if self.header:
+            self.say("")
         for line in ({name: name for name in cells}, cells) if self.header else (cells,):
             self.say("  ".join(line[name].rjust(width) for name, width in self.widths.items()))
         self.header = False
@@ -315,7 +345,8 @@ def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: 
             progress = json.loads((path / "progress.json").read_text())
             if changed := [name for name in settings if progress["settings"][name] != settings[name]]:
                 flag, before = f"--{changed[0].replace('_', '-')}", progress["settings"][changed[0]]
-                raise UserError(f"{path} was made with {flag} {before}; resume with it, or choose another --output-dir")
+                text = f"was made with {flag} {before}, on which its weights, data or learning rates depend"
+                raise UserError(f"{path} {text}; resume with it, or choose another --output-dir")
             saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
             # Loading into a model of fewer parameters would succeed, in silence.
             shapes = {f"model.{name}": weight.shape for name, weight in state["model"].items()}
@@ -339,15 +370,16 @@ def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: 
     return {}
 
 
-def load_weights(model: torch.nn.Module, whole: torch.nn.Module | None, world: World) -> None:
+def load_weights(model: torch.nn.Module, whole: torch.nn.Module | None, world: World, offload: bool) -> None:
     """Give a sharded model on the meta device its memory, and the weights and buffers of rank 0's `whole` one."""
-    model.to_empty(device=world.device)  # of this rank's shards; then rank 0 sends one parameter at a time
+    # Memory of this rank's shards, with `offload` on the CPU; then rank 0 sends one parameter at a time.
+    model.to_empty(device="cpu" if offload else world.device)
     options = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     sd.set_model_state_dict(model, whole.state_dict() if whole else {}, options=options)
     # to_empty has emptied the buffers too, and a state dict does not hold them all: positions, for example.
     dist.broadcast_object_list(buffers := [list(whole.buffers()) if whole else None])
     for empty, values in zip(model.buffers(), buffers[0], strict=True):
-        empty.copy_(values)
+        empty.data = values.to(world.device)
 
 
 def export(model: torch.nn.Module, tokenizer: Any, folder: Path, world: World) -> None:
@@ -396,14 +428,17 @@ def builtin_article(number: int) -> dict[str, str]:
     return {"title": f"How to Spend Day {number} at Home", "text": " ".join(text), "headline": headline}
 
 
-def load_articles(name: str, text_column: str, summary_column: str, num_train: int, num_validation: int) -> list:
-    """Two `datasets.Dataset` of texts and summaries, to train on and to validate on; a count of 0 takes all."""
+def load_articles(name: str, columns: tuple[str, str], counts: tuple[int, int], longest: float) -> list:
+    """Two `datasets.Dataset` of texts and summaries, to train on and to validate on.
+
+    `counts` are theirs, 0 for all; `longest` is that of a summary, as a share of its text.
+    """
     import datasets  # here: the scripts without text need not wait for it
 
     # WikiHow (arXiv:1810.09305) has stray commas, and titles of parts ("How to Make Bread2") that must not be split.
     def clean(row: dict) -> dict:
-        text = re.sub(r"(^|\n)\s*,", r"\1", str(row[text_column] or "")).strip()
-        summary = re.sub(r"\s*,\s*(\n|$)", r"\1", str(row[summary_column] or "")).strip()
+        text = re.sub(r"(^|\n)\s*,", r"\1", str(row[columns[0]] or "")).strip()
+        summary = re.sub(r"\s*,\s*(\n|$)", r"\1", str(row[columns[1]] or "")).strip()
         title = re.sub(r"\W*\d*$", "", str(row.get("title") or text)).strip().lower()
         return {"text": text, "summary": summary, "held_out": random.Random(title).random() < 0.05}
 
@@ -419,11 +454,11 @@ def load_articles(name: str, text_column: str, summary_column: str, num_train: i
             rows = datasets.load_dataset(*name.split(":"), split="train")
         rows = rows.map(clean, remove_columns=rows.column_names)
     except (KeyError, ValueError, datasets.exceptions.DatasetsError) as error:
-        columns = f"--text-column {text_column} and --summary-column {summary_column}"
-        raise UserError(f"--dataset {name} with {columns} cannot be read: {error.__cause__ or error}") from error
-    usable = rows.filter(lambda row: 0 < len(row["summary"]) <= 0.75 * len(row["text"]))  # as WikiHow's authors do
+        flags = f"--text-column {columns[0]} and --summary-column {columns[1]}"
+        raise UserError(f"--dataset {name} with {flags} cannot be read: {error.__cause__ or error}") from error
+    usable = rows.filter(lambda row: 0 < len(row["summary"]) <= longest * len(row["text"]))
     chosen = []
-    for held_out, count in ((False, num_train), (True, num_validation)):
+    for held_out, count in zip((False, True), counts, strict=True):
         side = usable.filter(lambda row, side=held_out: row["held_out"] == side).shuffle(seed=0)
         chosen.append(side.select(range(min(count or len(side), len(side)))))
     if not all(map(len, chosen)):

@@ -17,14 +17,17 @@ the global batch counts the processes, every decoder layer is a unit (not the wh
 
 import argparse
 import contextlib
+import functools
 import gc
 import itertools
 import json
 import math
+import re
 import signal
 import time
 import warnings
 import zlib
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -33,8 +36,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.api import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -93,18 +97,19 @@ def make_mesh(args, world):
 def shard_with_fsdp2(args, world, config) -> nn.Module:
     """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
     whole = load_model(args, config) if world.rank == 0 else None  # on the CPU
-    with torch.device("meta"):  # shapes, no memory: no device ever holds the whole model
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = empty_model(config)  # no device ever holds the whole model
     layers = prepare_layers(args, model)
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype), "mesh": make_mesh(args, world)}
+    if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     fully_shard(model, **options)  # the root stays gathered after forward: backward begins with it
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.device.type == "xpu":
             module.set_force_sum_reduction_for_comms(True)  # Intel's oneCCL cannot average
-    common.load_weights(model, whole, world)  # memory for this rank's shards, and rank 0's weights in it
+    common.load_weights(model, whole, world, args.cpu_offload)  # memory for its shards, and rank 0's weights in it
     return model
 
 
@@ -119,6 +124,7 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
         sharding_strategy=ShardingStrategy[args.sharding_strategy],
         # Buffers, the frequencies of positions, in fp32: in bf16 far ones look alike.
         mixed_precision=MixedPrecision(param_dtype, reduce_dtype, torch.float32, cast_forward_inputs=True),
+        cpu_offload=CPUOffload(offload_params=args.cpu_offload),
         device_id=world.device,
         use_orig_params=True,  # parameters stay apart, for the two groups of the optimizer and for --compile
         device_mesh=make_mesh(args, world),  # checkpoints then hold DTensors, as in FSDP2
@@ -167,7 +173,7 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, di
     else:
         norm = model.clip_grad_norm_(1.0)  # nn.utils would see this rank's shards only
     optimizer.step()
-    return torch.stack([loss_sum, norm]), place
+    return torch.stack([loss_sum, norm.to(world.device)]), place
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -193,21 +199,27 @@ def load_model(args, config) -> nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+def empty_model(config) -> nn.Module:
+    """The model on the meta device: shapes, no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 def load_config_and_tokenizer(args, world, source) -> tuple:
     """Those of a pretrained model, or of one of `MODELS` with any tokenizer."""
     try:
-        with common.first_on_node(world), torch.device("meta"):
+        with common.first_on_node(world):
             config = None if args.model in MODELS else AutoConfig.from_pretrained(args.model)
-            if config and not hasattr(AutoModelForCausalLM.from_config(config).base_model, "layers"):
+            if config and not hasattr(empty_model(config).base_model, "layers"):
                 raise ValueError("it has no layers where Llama has them; prepare_layers is the place to change")
             name = args.tokenizer or (args.model if config else None)
             tokenizer = AutoTokenizer.from_pretrained(name) if name else None
     except (OSError, ValueError) as error:
-        raise common.UserError(
-            f"--model {args.model} or --tokenizer {args.tokenizer} cannot be used: {error}"
-        ) from error
+        names = f"--model {args.model} or --tokenizer {args.tokenizer}"
+        raise common.UserError(f"{names} cannot be used: {error}") from error
     if not tokenizer:
-        tokenizer = common.train_tokenizer(texts_of(row["text"] for row in source.take(2000)), 2048, append_eos=False)
+        some = (row["text"] for row in source.take(2000))
+        tokenizer = common.train_tokenizer(texts_of(some, args.text_column), 2048, append_eos=False)
     if not config:
         hidden, width, layers, heads, kv_heads = MODELS[args.model]
         shape = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
@@ -221,25 +233,29 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
 
 def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
     """JSON records, one a line, as a stream that knows its place; and the texts held out for validation."""
-    read = {"path": "text", "split": "train", "streaming": True}  # as text: a broken line is then ours to leave out
-    if args.dataset == "c4":
+    name, column, load = args.dataset[0], args.text_column, functools.partial(datasets.load_dataset, streaming=True)
+    if name == "c4":
         files = "hf://datasets/allenai/c4/en/c4-{}.*.json.gz"
-        source, held_out = (datasets.load_dataset(data_files=files.format(x), **read) for x in ("train", "validation"))
+        parts = (load("text", data_files=files.format(part), split="train") for part in ("train", "validation"))
+        return next(parts), list(texts_of((row["text"] for row in next(parts).take(args.num_validation_texts)), column))
+    if re.search(r"\.jsonl?(\.\w+)?$", name):  # as text: a broken line is then ours to leave out
+        whole = load("text", data_files=args.dataset, split="train")
     else:
-        if args.dataset == "builtin":
+        if name == "builtin":
             parts = sorted({part.strip() for topic in topics.values() for part in topic.split("\n\n")})
-            lines = [json.dumps({"text": part}) for part in parts if len(part) > 200]
-            whole = datasets.Dataset.from_dict({"text": lines}).to_iterable_dataset(num_shards=64)
+            rows = datasets.Dataset.from_dict({column: [part for part in parts if len(part) > 200]})
+            whole = rows.to_iterable_dataset(num_shards=64)
+        elif name.endswith(".parquet"):
+            whole = load("parquet", data_files=args.dataset, split="train")
+        elif Path(name).is_dir():
+            raise common.UserError(f"--dataset {name} is a folder; name its files, as in --dataset '{name}/*.json.gz'")
         else:
-            whole = datasets.load_dataset(data_files=args.dataset, **read)
-        # 5%, chosen by content: a record that comes twice is on one side.
-        source = whole.filter(lambda row: zlib.crc32(row["text"].encode()) % 20 > 0)
-        held_out = whole.filter(lambda row: zlib.crc32(row["text"].encode()) % 20 == 0)
-    with readable(args):
-        texts = list(texts_of(row["text"] for row in held_out.take(args.num_validation_texts)))
-        if not texts:
-            raise ValueError("no such file, or too few texts to hold some out")
-    return source, texts
+            whole = load(*name.split(":"), split="train")
+        whole = whole.map(lambda row: {"text": json.dumps({column: row.get(column)})}).select_columns(["text"])
+    # 5% are held out, chosen by content: a record that comes twice is on one side.
+    source = whole.filter(lambda row: zlib.crc32(row["text"].encode()) % 20 > 0)
+    held_out = whole.filter(lambda row: zlib.crc32(row["text"].encode()) % 20 == 0)
+    return source, list(texts_of((row["text"] for row in held_out.take(args.num_validation_texts)), column))
 
 
 @contextlib.contextmanager
@@ -248,21 +264,22 @@ def readable(args):
     try:
         yield
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise common.UserError(f"--dataset {args.dataset}: {str(error).strip().splitlines()[-1]}") from error
+        raise common.UserError(f"--dataset {' '.join(args.dataset)}: {str(error).strip().splitlines()[-1]}") from error
 
 
-def texts_of(lines):
+def texts_of(lines, column: str):
     """The texts of JSON records; broken ones are left out."""
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            yield json.loads(line)["text"] + ""  # a TypeError where it is no text
+            yield json.loads(line)[column] + ""  # a TypeError where it is no text
 
 
-def pack(rows: dict, numbers: list[int], tokenizer, length: int, seed: list[int]) -> dict:
+def pack(rows: dict, numbers: list[int], args, tokenizer, seed: list[int]) -> dict:
     """Shuffle a block of texts and join them end to end, cut into full sequences: nothing is padded."""
-    texts = [text + tokenizer.eos_token for text in texts_of(rows["text"])] or [""]
+    texts = [text + tokenizer.eos_token for text in texts_of(rows["text"], args.text_column)] or [""]
     np.random.default_rng([*seed, numbers[0]]).shuffle(texts)
     tokens = np.concatenate(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]).astype(int)
+    length = args.seq_length
     end = max(0, len(tokens) - 1) // length * length  # every token is also a target, across sequences too
     return {"input_ids": tokens[:end].reshape(-1, length), "labels": tokens[1 : end + 1].reshape(-1, length)}
 
@@ -279,7 +296,7 @@ class Batches(IterableDataset):
     def __iter__(self):
         args, place = self.args, self.place
         for number in itertools.count(place.get("pass", 0)):  # at the end of its texts it starts over in another order
-            options = {"tokenizer": self.tokenizer, "length": args.seq_length, "seed": [args.seed, self.rank, number]}
+            options = {"args": args, "tokenizer": self.tokenizer, "seed": [args.seed, self.rank, number]}
             packed = self.own.map(pack, True, batched=True, batch_size=500, remove_columns=["text"], fn_kwargs=options)
             packed = packed.with_format("numpy")
             if "at" in place:
@@ -324,9 +341,11 @@ def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__, checkpoints=True)
     count, size, number, flag = common.at_least(0), common.at_least(1), common.at_least(0, float), "store_true"
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="tiny", help=f"{', '.join(MODELS)}; or a Llama-like one: a Hub name or a local folder")
-    add("--dataset", default="builtin", help="builtin; c4; or files in C4's format: 'shards/*.json.gz'")
-    add("--tokenizer", help="a Hub name or folder; else the model's own, or one trained on the first texts")
+    name = common.hub_or_folder
+    add("--model", default="tiny", type=name, help=f"{', '.join(MODELS)}; or a Llama-like one: a Hub name or a folder")
+    add("--dataset", default=["builtin"], nargs="+", help="builtin; c4; .json.gz, .jsonl or .parquet files; a Hub name")
+    add("--text-column", default="text", help="of the dataset")
+    add("--tokenizer", type=name, help="a Hub name or folder; else the model's own, or one trained on the first texts")
     add("--num-validation-texts", default=500, type=size, help="held out of the dataset")
     add("--seq-length", default=128, type=size, help="tokens in a sequence")
     add = parser.add_argument_group("training").add_argument
@@ -341,6 +360,7 @@ def parse_args() -> argparse.Namespace:
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="--compare-strategies tells them apart")
     add("--shards-per-replica", default=0, type=count, help="in the hybrids; 0: all processes of a node")
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 where it is native, else fp32")
+    add("--cpu-offload", action=flag, help="keep shards on the CPU and update them there: least memory, slow")
     add("--activation-checkpointing", action=flag, help="recompute each layer in backward")
     add("--compile", action=flag, help="torch.compile each layer")
     add = parser.add_argument_group("output").add_argument
@@ -358,8 +378,7 @@ def learning_rate(args, step: int) -> float:
 
 def flops_share(args, world, config) -> float:
     """The share of all peak FLOP/s (MFU) that one token/s is, by PaLM's appendix B (arXiv:2204.02311); 0: unknown."""
-    with torch.device("meta"):
-        num_parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    num_parameters = empty_model(config).num_parameters()
     num_parameters -= 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # the lookup's
     flops = 6 * num_parameters + 12 * config.num_hidden_layers * config.hidden_size * args.seq_length
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else ""
@@ -376,7 +395,7 @@ def compare_strategies(args, world, config, load_from_start) -> None:
     for args.sharding_strategy in RESHARD:
         shards = num_shards(args, world)
         row = {"strategy": args.sharding_strategy, "replicas": world.size // shards, "shards": shards}
-        common.peak_memory_gb(world.device)
+        common.peak_memory(world.device)
         model, optimizer, batches, times = None, None, None, []
         try:
             model, optimizer = build(args, world, config)
@@ -390,7 +409,7 @@ def compare_strategies(args, world, config, load_from_start) -> None:
             row |= {"mfu": speed * share} if share else {}
         except torch.OutOfMemoryError:  # the processes hold the same, so all of them are here
             row["note"] = "out of memory"
-        log.row(**row, peak_gb=common.peak_memory_gb(world.device))
+        log.row(**row, **common.peak_memory(world.device))
         del model, optimizer, batches
         gc.collect()
         if world.device.type != "cpu":
@@ -404,15 +423,26 @@ def main(args, world) -> None:
     checkpoints = common.find_checkpoints(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
     if args.global_batch_size % (args.micro_batch_size * world.size):
-        raise common.UserError(
-            f"--global-batch-size must be a multiple of --micro-batch-size times {world.size} processes"
-        )
-    source, held_out = load_texts(args)
+        text = "--global-batch-size must be a multiple of --micro-batch-size times"
+        raise common.UserError(f"{text} {world.size} processes")
+    with readable(args):
+        source, held_out = load_texts(args)
+        if not held_out:
+            raise ValueError(f"too few records with a text in --text-column {args.text_column} to hold some out")
     config, tokenizer = load_config_and_tokenizer(args, world, source)
-    packed = pack({"text": [json.dumps({"text": text}) for text in held_out]}, [0], tokenizer, args.seq_length, [0])
+    packed = pack({"text": [json.dumps({args.text_column: text}) for text in held_out]}, [0], args, tokenizer, [0])
     sequences = torch.from_numpy(np.concatenate([packed["input_ids"], packed["labels"][:, -1:]], axis=1))
     if not len(sequences):
         raise common.UserError("the held-out texts are less than one sequence; use more texts or a lower --seq-length")
+    shards = num_shards(args, world)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    log.say(f"run      {world.size} processes on {world.device.type}, {versions}, {log.run}")
+    precision = f"{args.precision}{', TF32' if torch.get_float32_matmul_precision() == 'high' else ''}"
+    fsdp = f"FSDP{args.fsdp_version}, {args.sharding_strategy}, replicas x shards: {world.size // shards} x {shards}"
+    log.say(f"fsdp     {fsdp}, {precision}")
+    log.say(f"model    {args.model}, {common.describe_size(empty_model(config).num_parameters(), shards, world)}")
+    log.say(f"data     {args.dataset[0]}, {source.num_shards} files, {len(sequences)} sequences to validate")
+    common.limit_waits()
     if args.compare_strategies:
         return compare_strategies(args, world, config, lambda: load(args, world, source, tokenizer, {}))
     model, optimizer = build(args, world, config)
@@ -420,12 +450,6 @@ def main(args, world) -> None:
     fixed = ("model", "dataset", "seq_length", "global_batch_size", "lr", "warmup_steps", "max_steps", "seed")
     settings = {name: getattr(args, name) for name in fixed}
     progress |= common.load_checkpoint(checkpoints, model, optimizer, settings, world) | {"settings": vars(args)}
-    shards = num_shards(args, world)
-    fsdp = f"FSDP{args.fsdp_version}, {args.sharding_strategy}, replicas x shards: {world.size // shards} x {shards}"
-    log.say(f"run      {world.size} processes on {world.device.type}, torch {torch.__version__}, {log.run}")
-    log.say(f"fsdp     {fsdp}, {args.precision}")
-    log.say(f"model    {args.model}, {common.describe_size(model, world, world.size // shards)}")
-    log.say(f"data     {args.dataset}, {source.num_shards} files, {len(sequences)} sequences to validate")
     if progress["step"]:
         log.say(f"resumed  from step {progress['step']}")
     if (before := len(progress["places"])) != world.size:
@@ -454,7 +478,7 @@ def main(args, world) -> None:
             speed = tokens / (time.perf_counter() - began)
             row = {"loss": loss, "grad_norm": result[1].item(), "lr": group["lr"], "tokens/s": speed}
             row |= {"mfu": speed * share} if share else {}
-            log.row(step=step, **row, peak_gb=common.peak_memory_gb(world.device))
+            log.row(step=step, **row, **common.peak_memory(world.device))
             if saves:
                 progress["step"], progress["places"] = step, [None] * world.size
                 dist.all_gather_object(progress["places"], place)

@@ -14,6 +14,7 @@ order, memory is the peak of training (not read once, before backward), and FSDP
 """
 
 import argparse
+import ctypes
 import functools
 import itertools
 import json
@@ -85,15 +86,22 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> float:
 
 
 # ---- Model and data --------------------------------------------------------------------------------------------
+class Residual(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * F.relu(super().forward(F.layer_norm(x, x.shape[-1:])))
+
+
 class Network(nn.Module):
     """Images (batch, 1, 28, 28) to log-probabilities (batch, 10); `widths` are those of the layers between."""
 
-    def __init__(self, *widths: int) -> None:
+    def __init__(self, *widths: int, equal_layers: int = 0) -> None:
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
         self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
         self.fc1 = nn.Linear(9216, widths[0])
-        self.fc2 = nn.Sequential(*(nn.Linear(before, after) for before, after in itertools.pairwise((*widths, 10))))
+        equal = (Residual(widths[0], widths[0]) for _ in range(equal_layers))
+        rest = (nn.Linear(before, after) for before, after in itertools.pairwise((*widths, 10)))
+        self.fc2 = nn.Sequential(*equal, *rest)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
@@ -101,8 +109,11 @@ class Network(nn.Module):
         return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
 
 
-# As in the notebook, the deep network has no activation between its middle layers.
-NETWORKS = {"shallow": (128,), "deep": (9000, 1000, 1000, 1000, 128)}
+NETWORKS = {
+    "shallow": functools.partial(Network, 128),
+    "deep": functools.partial(Network, 9000, 1000, 1000, 1000, 128),  # the notebook's: no activation between its layers
+    "layers": functools.partial(Network, 1024, equal_layers=40),  # as in a transformer: no unit is much of the whole
+}
 
 
 def draw_digits(count: int, seed: int) -> TensorDataset:
@@ -162,12 +173,12 @@ def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__)
     count, size, number, flag = common.at_least(0), common.at_least(1), common.at_least(0, float), "store_true"
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="both", choices=(*NETWORKS, "both"), help="which network")
+    add("--model", default="all", choices=(*NETWORKS, "all"), help="which network")
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
-    add("--num-train-samples", default=6400, type=count, help="0 for all; of drawn digits the deep network gets 1,280")
+    add("--num-train-samples", default=6400, type=count, help="0 for all; large networks get 1,280 drawn ones")
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", default=3, type=size, help="passes over the images; over drawn ones the deep network makes 1")
+    add("--epochs", default=3, type=size, help="passes over the images; large networks make one over drawn ones")
     add("--batch-size", default=128, type=size, help="images per process and step")
     add("--test-batch-size", default=1000, type=size, help="the same in the test")
     add("--lr", default=0.001, type=number, help="learning rate of Adam")
@@ -185,25 +196,32 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-COLUMNS = {"network": "7s", "mode": "5s", "processes": "9d", "epoch": "5d", "loss": "7.4f", "test_loss": "9.4f"}
-COLUMNS |= {"accuracy": "8.4f", "samples/s": "9,.0f", "peak_gb": "7.2f", "state_gb": "8.3f"}
+COLUMNS = {"network": "7s", "mode": "5s", "processes": "9d", "state_gb": "8.3f", "peak_gb": "7.2f", "epoch": "5d"}
+COLUMNS |= {"loss": "7.4f", "test_loss": "9.4f", "accuracy": "8.4f", "samples/s": "9,.0f"}
 
 
 def main(args, world) -> None:
     if world.device.type == "xpu":
         raise common.UserError("Intel GPUs need a few changes, which mnist_fsdp_xpu.py has; start that")
+    if sys.platform == "linux":  # M_MMAP_THRESHOLD: freed tensors leave the process, so its peak counts what it holds
+        ctypes.CDLL(None).mallopt(-3, 2**16)
     log = common.Log(world.rank, args.output_dir, **COLUMNS)
     train_set, test_set = load_digits(args, world)
     fsdp = f"FSDP{args.fsdp_version} FULL_SHARD" if args.mode == "fsdp" else "no FSDP"
     log.say(f"run      {world.size} processes on {world.device.type}, {fsdp}, torch {torch.__version__}, {log.run}")
     log.say(f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test")
-    for network in NETWORKS if args.model == "both" else [args.model]:
-        few = args.dataset == "builtin" and network == "deep"  # enough to measure it, too few to teach it much
+    networks = NETWORKS if args.model == "all" else [args.model]
+    for network in networks:
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in NETWORKS[network]().parameters())
+        log.say(f"{network:<8} {common.describe_size(count, world.size, world)}")
+    for network in networks:
+        few = args.dataset == "builtin" and network != "shallow"  # enough to measure it, too few to teach it much
         images = Subset(train_set, range(min(1280, len(train_set)))) if few else train_set
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
-        model = Network(*NETWORKS[network])
+        model = NETWORKS[network]()
         if args.mode == "local":
             model.to(world.device)
         else:
@@ -211,15 +229,14 @@ def main(args, world) -> None:
             model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, model)
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)  # after sharding: of the shards
         torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-        log.say(f"{network:<8} {common.describe_size(model, world)}")
         if args.print_model:
             log.say(str(model))
         for epoch in range(1, 2 if few else args.epochs + 1):
-            common.peak_memory_gb(world.device)
+            common.peak_memory(world.device)
             began = time.perf_counter()
             loss = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
             row = {"samples/s": len(train_loader) * args.batch_size * world.size / (time.perf_counter() - began)}
-            row |= {"peak_gb": common.peak_memory_gb(world.device), "state_gb": common.state_gb(model, optimizer)}
+            row |= {"state_gb": common.state_gb(model, optimizer)} | common.peak_memory(world.device)
             row["test_loss"], row["accuracy"] = evaluate(world, model, test_loader)
             log.row(network=network, mode=args.mode, processes=world.size, epoch=epoch, loss=loss, **row)
         if args.save_model:
@@ -240,6 +257,6 @@ if __name__ == "__main__":
         rows = [json.loads(line) for line in log.path.read_text().splitlines()[old:]]
         last = {(row["network"], row["mode"]): row for row in rows}
         log.say("\nThe last epoch of each, side by side:")
-        for key in sorted(last, reverse=True):
-            log.row(write=False, **last[key])
+        for row in sorted(last.values(), key=lambda row: list(NETWORKS).index(row["network"])):
+            log.row(write=False, **row)
         log.say(f"\nmetrics  {log.path}")

@@ -178,32 +178,32 @@ def parse_args() -> argparse.Namespace:
 
 def main(args, world) -> None:
     # XPU: torch.accelerator has set the device, and with it came the backend "xccl": see `common.setup`.
-    columns = {"epoch": "5d", "loss": "7.4f", "test_loss": "9.4f", "accuracy": "8.4f", "samples/s": "9,.0f"}
-    log = common.Log(world.rank, args.output_dir, **columns, peak_gb="7.2f", state_gb="8.3f")
+    columns = {"epoch": "5d", "state_gb": "8.3f", "peak_gb": "7.2f", "loss": "7.4f", "test_loss": "9.4f"}
+    log = common.Log(world.rank, args.output_dir, **columns, accuracy="8.4f", **{"samples/s": "9,.0f"})
     train_set, test_set = load_digits(args, world)
     train_loader = make_loader(train_set, args.batch_size, args, world, train=True)
     test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
     torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
     mesh = init_device_mesh(world.device.type, (world.size,))
-    model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, Network())
+    model, fsdp = Network(), f"FSDP{args.fsdp_version} FULL_SHARD"
+    count = sum(parameter.numel() for parameter in model.parameters())
+    model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, model)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)  # after sharding: of the shards
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    log.say(
-        f"run      {world.size} processes on {world.device.type}, FSDP{args.fsdp_version}, torch {torch.__version__}"
-    )
+    log.say(f"run      {world.size} processes on {world.device.type}, {fsdp}, torch {torch.__version__}, {log.run}")
     log.say(f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test")
-    log.say(f"model    {common.describe_size(model, world)}")
+    log.say(f"model    {common.describe_size(count, world.size, world)}")
     log.say(str(model))  # with its units
     if world.device.type == "xpu":  # XPU: time by the device's own clock
         first, last = (torch.xpu.Event(enable_timing=True) for _ in range(2))
         first.record()
     for epoch in range(1, args.epochs + 1):
-        common.peak_memory_gb(world.device)
+        common.peak_memory(world.device)
         began = time.perf_counter()
         loss = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
         row = {"samples/s": len(train_loader) * args.batch_size * world.size / (time.perf_counter() - began)}
-        row |= {"peak_gb": common.peak_memory_gb(world.device), "state_gb": common.state_gb(model, optimizer)}
+        row |= {"state_gb": common.state_gb(model, optimizer)} | common.peak_memory(world.device)
         row["test_loss"], row["accuracy"] = evaluate(world, model, test_loader)
         log.row(epoch=epoch, loss=loss, **row)
         scheduler.step()

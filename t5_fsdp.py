@@ -15,6 +15,7 @@ similar lengths, each is validated once, the best model is a Hugging Face folder
 """
 
 import argparse
+import contextlib
 import math
 import signal
 import textwrap
@@ -27,8 +28,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader
@@ -66,12 +68,11 @@ PREFETCH = {  # when the next unit's parameters are gathered in backward
 def shard_with_fsdp2(args, world, mesh, config) -> nn.Module:
     """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
     whole = load_model(args, config) if world.rank == 0 else None  # on the CPU
-    with torch.device("meta"):  # shapes, no memory: no device ever holds the whole model
-        model = T5ForConditionalGeneration(config)
-        if not config.scale_decoder_outputs:  # FLAN-T5: an output layer of its own
-            model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    model = empty_model(config)  # no device ever holds the whole model
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
+    if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
     units = prepare_blocks(args, model)
     for unit in units:
         fully_shard(unit, reshard_after_forward=STRATEGIES[args.sharding_strategy][1], **options)
@@ -81,7 +82,7 @@ def shard_with_fsdp2(args, world, mesh, config) -> nn.Module:
             unit.set_modules_to_backward_prefetch([unit])  # an explicit list replaces the default: only itself
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # Intel's oneCCL cannot average
-    common.load_weights(model, whole, world)  # memory for this rank's shards, and rank 0's weights in it
+    common.load_weights(model, whole, world, args.cpu_offload)  # memory for its shards, and rank 0's weights in it
     dist.fsdp.register_fsdp_forward_method(model, "generate")  # the root gathers its parameters for it as for forward()
     return model
 
@@ -96,6 +97,7 @@ def shard_with_fsdp1(args, world, mesh, config) -> nn.Module:
         sharding_strategy=STRATEGIES[args.sharding_strategy][0],
         mixed_precision=MixedPrecision(param_dtype, reduce_dtype, buffer_dtype=param_dtype, cast_forward_inputs=True),
         backward_prefetch=PREFETCH[args.backward_prefetch],
+        cpu_offload=CPUOffload(offload_params=args.cpu_offload),
         device_id=world.device,
         use_orig_params=True,  # parameters keep their names and shapes, for the optimizer and for --compile
         device_mesh=mesh,  # checkpoints then hold DTensors, as in FSDP2
@@ -115,11 +117,22 @@ def prepare_blocks(args, model: nn.Module) -> list[nn.Module]:
 def train_step(args, world, model, optimizer, scaler, batch) -> torch.Tensor:
     """One step. Returns this rank's summed loss, target tokens, all tokens and the gradient norm, on the device."""
     optimizer.zero_grad()
-    loss, tokens = summed_loss(model, batch)
-    # FSDP averages gradients over ranks. Times the number of ranks and over everybody's tokens, that average is the
-    # gradient of the mean over all real target tokens, as if one process held the whole global batch.
+    tokens = (batch["labels"] != -100).sum()
     dist.all_reduce(all_tokens := tokens.clone())
-    scaler.scale(loss * world.size / all_tokens).backward()
+    loss_sum = torch.zeros((), device=world.device)
+    micro_batches = zip(*(tensor.split(args.batch_size) for tensor in batch.values()), strict=True)
+    for number, micro_batch in enumerate(micro_batches, 1):
+        # Only the last micro-batch sends gradients (FSDP1's no_sync); ZeRO-2 keeps its parameters until then.
+        is_last = number == args.accumulation_steps
+        if args.fsdp_version == 2:
+            model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last or STRATEGIES[args.sharding_strategy][1])
+        with contextlib.nullcontext() if args.fsdp_version == 2 or is_last else model.no_sync():
+            loss = summed_loss(model, dict(zip(batch, micro_batch, strict=True)))
+            # FSDP averages gradients over ranks. Times the number of ranks and over everybody's tokens, that average is
+            # the gradient of the mean over all real target tokens, as if one process held the whole global batch.
+            scaler.scale(loss * world.size / all_tokens).backward()
+        loss_sum += loss.detach()
     scaler.unscale_(optimizer)
     if args.fsdp_version == 2:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
@@ -127,17 +140,16 @@ def train_step(args, world, model, optimizer, scaler, batch) -> torch.Tensor:
         norm = model.clip_grad_norm_(1.0)  # nn.utils would see this rank's shards only
     scaler.step(optimizer)
     scaler.update()
-    return torch.stack([loss.detach(), tokens, tokens + batch["attention_mask"].sum(), norm])
+    return torch.stack([loss_sum, tokens, tokens + batch["attention_mask"].sum(), norm.to(world.device)])
 
 
-def summed_loss(model: nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy summed over the real target tokens of a batch, and their number. Both 0-d tensors."""
+def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
+    """Cross-entropy summed over the real target tokens of a batch, 0-d."""
     labels = batch["labels"]
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
     logits = model(**inputs, use_cache=False).logits
-    loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-    return loss, (labels != -100).sum()
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
 @torch.compiler.set_stance("force_eager")  # with --compile: a graph for every length of a summary is not worth it
@@ -158,6 +170,15 @@ def load_model(args, config: T5Config) -> T5ForConditionalGeneration:
         return T5ForConditionalGeneration.from_pretrained(args.model, dtype=torch.float32).train()  # it comes in eval()
     torch.manual_seed(args.seed)
     return T5ForConditionalGeneration(config)
+
+
+def empty_model(config: T5Config) -> T5ForConditionalGeneration:
+    """The model on the meta device: shapes, no memory."""
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(config)
+        if not config.scale_decoder_outputs:  # FLAN-T5: an output layer of its own
+            model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    return model
 
 
 def load_config_and_tokenizer(args, world, articles) -> tuple:
@@ -188,7 +209,8 @@ def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> d
 
 def epoch_steps(lengths: torch.Tensor, args, world, epoch: int) -> list[list[int]]:
     """This rank's samples, step by step; an incomplete last step is left out."""
-    step_size = args.batch_size * world.size  # samples of similar length share a step: padding is wasted work
+    # Samples of similar length share a step: padding is wasted work.
+    step_size = args.batch_size * args.accumulation_steps * world.size
     generator = torch.Generator().manual_seed(args.seed * 10_000 + epoch)
     chunks = torch.randperm(len(lengths), generator=generator).split(50 * step_size)
     steps = torch.cat([chunk[lengths[chunk].argsort(stable=True)] for chunk in chunks]).split(step_size)
@@ -218,7 +240,7 @@ def validate(args, world, model, articles, collate, log) -> tuple[dict, list[str
     batches = load(articles, [(part % len(articles)).tolist() for part in own], collate, world)
     for number, batch in enumerate(log.bar(batches, "validate", len(own))):
         batch["labels"][own[number] >= len(articles)] = -100
-        totals += torch.stack(summed_loss(model, batch))
+        totals += torch.stack([summed_loss(model, batch), (batch["labels"] != -100).sum()])
         if number * args.test_batch_size * world.size < 100:  # the same on every rank
             texts = collate.tokenizer.batch_decode(generate(args, model, batch), skip_special_tokens=True)
             own_summaries |= zip(own[number].tolist(), texts, strict=True)
@@ -238,18 +260,25 @@ def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__, checkpoints=True)
     count, size, number, flag = common.at_least(0), common.at_least(1), common.at_least(0, float), "store_true"
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="builtin", help="builtin, or any T5: a Hub name or a local folder")
+    add("--model", default="builtin", type=common.hub_or_folder, help="builtin, or any T5: a Hub name or a folder")
     add("--dataset", default="builtin", help="builtin; a .csv, .json, .jsonl or .parquet file; a Hub dataset id")
     add("--text-column", default="text", help="of the articles")
     add("--summary-column", default="headline", help="of their summaries")
     add("--num-train-samples", default=8000, type=count, help="0 for all")
     add("--num-validation-samples", default=300, type=count, help="0 for all")
+    add(
+        "--max-summary-share",
+        default=0.75,
+        type=number,
+        help="of its text; a longer summary is left out, as in WikiHow",
+    )
     add("--max-source-length", default=512, type=size, help="tokens kept of an article")
     add("--max-target-length", default=150, type=size, help="tokens kept of a summary, and generated at most")
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=4, type=size, help="passes over the articles")
     add("--max-steps", default=0, type=count, help="stop after this many steps, 0 for all epochs")
-    add("--batch-size", default=16, type=size, help="articles per process and step")
+    add("--batch-size", default=16, type=size, help="articles that a process computes at once")
+    add("--accumulation-steps", default=1, type=size, help="such batches in a step")
     add("--test-batch-size", default=32, type=size, help="the same in validation")
     add("--lr", default=1e-3, type=number, help="learning rate of AdamW")
     add("--gamma", default=0.8, type=number, help="factor on the learning rate after each epoch")
@@ -258,6 +287,7 @@ def parse_args() -> argparse.Namespace:
     add("--sharding-strategy", default="FULL_SHARD", choices=STRATEGIES, help="ZeRO-3, or ZeRO-2")
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 where it is native, else fp32")
     add("--backward-prefetch", default="pre", choices=PREFETCH, help="post needs --fsdp-version 1")
+    add("--cpu-offload", action=flag, help="keep shards on the CPU and update them there: least memory, slow")
     add("--activation-checkpointing", action=flag, help="recompute each T5Block in backward")
     add("--compile", action=flag, help="torch.compile each T5Block")
     add("--print-model", action=flag, help="print the sharded model")
@@ -275,15 +305,20 @@ def main(args, world) -> None:
     checkpoints = common.find_checkpoints(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
     with common.first_on_node(world):
-        articles = common.load_articles(
-            args.dataset, args.text_column, args.summary_column, args.num_train_samples, args.num_validation_samples
-        )
+        names, counts = (args.text_column, args.summary_column), (args.num_train_samples, args.num_validation_samples)
+        articles = common.load_articles(args.dataset, names, counts, args.max_summary_share)
     config, tokenizer = load_config_and_tokenizer(args, world, articles[0])
     options = {"tokenizer": tokenizer, "source_length": args.max_source_length, "target_length": args.max_target_length}
     with common.first_on_node(world):
         train_set, validation_set = (part.map(tokenize, batched=True, fn_kwargs=options) for part in articles)
     lengths = torch.tensor([len(ids) for ids in train_set["input_ids"]])
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # to the longest of the batch; labels with -100
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    log.say(f"run      {world.size} processes on {world.device.type}, {versions}, {log.run}")
+    precision = f"{args.precision}{', TF32' if torch.get_float32_matmul_precision() == 'high' else ''}"
+    log.say(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {precision}")
+    log.say(f"model    {args.model}, {common.describe_size(empty_model(config).num_parameters(), world.size, world)}")
+    log.say(f"data     {args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate")
     mesh = init_device_mesh(world.device.type, (world.size,))
     model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, config)
     # After sharding: it must see the shards. Fused AdamW takes loss scaling into its kernel, which fails on DTensors.
@@ -292,23 +327,21 @@ def main(args, world) -> None:
     scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
     scaler = scaler_class(world.device.type, enabled=args.precision == "fp16")
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    split = {"processes": world.size, "step_size": (step_size := args.batch_size * world.size)}
+    step_size = args.batch_size * args.accumulation_steps * world.size
+    split = {"processes": world.size, "step_size": step_size}
     progress = {"epoch": 1, "step": 0, "samples": 0, "best_loss": math.inf, **split}  # samples: of this epoch
     fixed = ("model", "dataset", "num_train_samples", "max_source_length", "max_target_length", "seed", "lr", "gamma")
     settings = {name: getattr(args, name) for name in fixed}
     progress |= common.load_checkpoint(checkpoints, model, optimizer, settings, world)
     if progress.get("scaler"):
         scaler.load_state_dict(progress["scaler"])
-    log.say(f"run      {world.size} processes on {world.device.type}, torch {torch.__version__}, {log.run}")
-    log.say(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
-    log.say(f"model    {args.model}, {common.describe_size(model, world)}")
-    log.say(f"data     {args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate")
     if progress["step"]:
         kept = "everything" if split.items() <= progress.items() else "all but the order of this epoch, and of dropout"
         log.say(f"resumed  from step {progress['step']}, keeps {kept}")
     if args.print_model:
         log.say(str(model))
     progress |= {"settings": vars(args), **split}
+    common.limit_waits()
     stop = common.StopRequest()
     if args.run_validation and progress["step"] == 0:
         log.row(epoch=0, step=0, **validate(args, world, model, validation_set, collate, log)[0])
@@ -331,15 +364,9 @@ def main(args, world) -> None:
             if saves or ends or progress["step"] % args.log_every == 0:
                 loss, targets, tokens = common.sum_over_ranks(window)
                 if not math.isfinite(loss):  # before saving: the newest checkpoint must stay usable
-                    raise common.UserError(
-                        f"the loss is not finite at step {progress['step']}; start with a lower --lr"
-                    )
+                    raise common.UserError(f"the loss is not finite at step {progress['step']}; take a lower --lr")
                 row = {"loss": loss / targets, "tokens/s": tokens / (time.perf_counter() - began)}
-                row |= {
-                    "grad_norm": result[3].item(),
-                    "lr": group["lr"],
-                    "peak_gb": common.peak_memory_gb(world.device),
-                }
+                row |= {"grad_norm": result[3].item(), "lr": group["lr"]} | common.peak_memory(world.device)
                 log.row(epoch=epoch, step=progress["step"], **row)
                 if saves:
                     progress["scaler"] = scaler.state_dict()
@@ -356,6 +383,7 @@ def main(args, world) -> None:
             progress["best_loss"] = min(scores["val_loss"], progress["best_loss"])
         if args.save_model and is_best:
             common.export(model, tokenizer, args.output_dir / "best", world)
+            log.say(f"       best so far: saved to {args.output_dir / 'best'}, in place of any before it")
         if progress["step"] == args.max_steps:
             break
     for article, summary in zip(validation_set, summaries[:3] if args.run_validation else (), strict=False):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -53,7 +54,7 @@ def observe(world, *arguments):
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss, _ = t5_fsdp.summed_loss(model, batch)
+            loss = t5_fsdp.summed_loss(model, batch)
         with torch.profiler.record_function("BACKWARD"):
             loss.backward()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -75,10 +76,19 @@ def observe(world, *arguments):
         "loads": len(loads),
         "buffers": [buffer.tolist() == POSITIONS.tolist() for buffer in model.buffers()],
         "state_gb": common.state_gb(model, optimizer),
+        "offloads": [
+            type(module._get_fsdp_state()._fsdp_param_group.offload_policy).__name__
+            for module in model.modules()
+            if isinstance(module, FSDPModule)
+        ],
     }
     dist.all_gather_object(ranks := [None] * world.size, every_rank)
+    shards = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
+    dist.all_gather_object(local_sizes := [None] * world.size, sum(shard.numel() for shard in shards))
+    offloads = every_rank.pop("offloads")
     return {
-        "parameters": common.describe_size(model, world).split()[0],
+        "offloads": offloads,
+        "parameters": sum(local_sizes),
         "checksum": sum(weight.double().sum().item() for weight in weights.values()),
         "tied": bool(weights) and torch.equal(weights["shared.weight"], weights["lm_head.weight"]),
         "saved_bytes": sum(saved.values()),

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import zlib
+from pathlib import Path
 
 import torch
 
@@ -123,6 +124,39 @@ def test_a_stream_goes_on_exactly_from_any_place(tmp_path, tokenizer, shards):
         assert (batch["input_ids"] == other["input_ids"]).all() and (batch["labels"] == other["labels"]).all()
 
 
+def test_other_formats_hold_the_same_texts(tmp_path, tokenizer, monkeypatch):
+    """Several files without quotes, JSON lines, parquet, and a dataset of the Hub, under any column; each resumes."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    write_shards(tmp_path, [40, 40])
+    files = sorted(map(str, tmp_path.glob("*.gz")))
+    rows = [json.loads(line) for path in files for line in gzip.decompress(Path(path).read_bytes()).splitlines()]
+    renamed = datasets.Dataset.from_list([{"body": row["text"], "url": row["url"]} for row in rows])
+    renamed.to_json(tmp_path / "rows.jsonl")
+    renamed.to_parquet(tmp_path / "rows.parquet")
+    load_dataset = datasets.load_dataset
+
+    def hub(path, *names, **options):
+        """The Hub's `someone/texts`, with the configuration `english`."""
+        if path == "someone/texts":
+            path, options = "parquet", options | {"data_files": str(tmp_path / "rows.parquet")}
+            assert names == ("english",) and options["streaming"]
+        return load_dataset(path, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    found = []
+    for names in (files, [tmp_path / "rows.jsonl"], [tmp_path / "rows.parquet"], ["someone/texts:english"]):
+        args = parse(*map(str, names), "--text-column", "text" if names is files else "body")
+        source, held_out = lm_multinode.load_texts(args)
+        assert held_out
+        lines = (row["text"] for row in source)
+        found.append({*held_out, *lm_multinode.texts_of(lines, args.text_column)})
+        whole = list(itertools.islice(stream(args, tokenizer, source=source), 20))
+        rest = itertools.islice(stream(args, tokenizer, 0, 1, json.loads(json.dumps(whole[6][1])), source), 13)
+        for (batch, _), (again, _) in zip(whole[7:], rest, strict=True):
+            assert (batch["input_ids"] == again["input_ids"]).all()
+    assert found == [{row["text"] for row in rows}] * 4
+
+
 def test_another_pass_and_another_seed_are_other_orders(tmp_path, tokenizer):
     pattern = write_shards(tmp_path, [60])
     args = parse(pattern)
@@ -151,10 +185,13 @@ def test_faults_in_files_are_one_sentence(tmp_path):
     good = b"".join(b'{"text": "text %d"}\n' % number for number in range(3000))
     output = ("--num-validation-texts", 9, "--output-dir", tmp_path / "output")
     large = ("--seq-length", 16, "--micro-batch-size", 5000, "--global-batch-size", 5000)
-    cases = [(("--dataset", tmp_path / "absent*.gz", *output), 1, r"--dataset .*absent\*.gz: no such file")]
+    cases = [
+        (("--dataset", tmp_path / "absent*.json.gz", *output), 1, r"--dataset .*absent\*.json.gz: Unable to find"),
+        (("--dataset", tmp_path, *output), 1, "is a folder; name its files, as in --dataset '.*json.gz'"),
+    ]
     for name, content, options, message in (
         ("empty", gzip.compress(b""), (), ""),
-        ("fields", gzip.compress(good.replace(b'"text"', b'"body"')), (), ""),
+        ("fields", gzip.compress(good.replace(b'"text"', b'"body"')), (), "a text in --text-column text"),
         ("cut", gzip.compress(good)[:-20], (), "ended before the end-of-stream"),
         ("not gzip", good, (), "Not a gzipped file"),
         ("not text", gzip.compress(good + b"\xff"), (), "'utf-8' codec can't decode"),
@@ -163,7 +200,9 @@ def test_faults_in_files_are_one_sentence(tmp_path):
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "c4.json.gz").write_bytes(content)
-        cases.append((("--dataset", tmp_path / name / "*.gz", *options, *output), 1, f"--dataset .*{name}.*{message}"))
+        cases.append(
+            (("--dataset", tmp_path / name / "*.json.gz", *options, *output), 1, f"--dataset .*{name}.*{message}")
+        )
     check_bad_input("lm_multinode.py", [], cases)
 
 

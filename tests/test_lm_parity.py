@@ -38,6 +38,7 @@ EXACT = {
     "one large batch": ("--micro-batch-size", 4),
     "fsdp2 recomputing": (*MICRO, "--activation-checkpointing"),
     "fsdp1 recomputing": (*MICRO, "--activation-checkpointing", "--fsdp-version", 1),
+    "fsdp2 on the CPU": (*MICRO, "--cpu-offload"),
     "one shard": (*MICRO, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1),
 }
 SHORT = (*MICRO, "--max-steps", 3)  # the warm-up, which is the same in a longer run
@@ -76,7 +77,7 @@ def plain(runs):
     worlds = [World(rank, rank, PROCESSES, PROCESSES, torch.device("cpu")) for rank in range(PROCESSES)]
     streams = [lm_multinode.Batches(args, world, source, tokenizer, {}) for world in worlds]
     lines = {"text": [json.dumps({"text": text}) for text in held_out]}
-    to_validate = lm_multinode.pack(lines, [0], tokenizer, LENGTH, [0])
+    to_validate = lm_multinode.pack(lines, [0], args, tokenizer, [0])
 
     def loss_of(*batches):
         inputs, labels = (

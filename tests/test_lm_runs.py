@@ -34,8 +34,9 @@ def loss_of(folder, length, count, monkeypatch):
     """Validation loss of a model in a folder, with nothing but transformers and the texts."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     monkeypatch.setattr("sys.argv", ["lm_multinode.py", "--num-validation-texts", str(count)])
-    texts = lm_multinode.load_texts(lm_multinode.parse_args())[1]
-    rows = lm_multinode.pack({"text": [json.dumps({"text": text}) for text in texts]}, [0], tokenizer, length, [0])
+    args = lm_multinode.parse_args()
+    args.seq_length, texts = length, lm_multinode.load_texts(args)[1]
+    rows = lm_multinode.pack({"text": [json.dumps({"text": text}) for text in texts]}, [0], args, tokenizer, [0])
     with torch.no_grad():
         logits = model(torch.from_numpy(rows["input_ids"])).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows["labels"]).flatten()).item()

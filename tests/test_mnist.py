@@ -1,7 +1,6 @@
 """mnist_fsdp.py from the command line: the comparison, the data, the units, bad input, and how a run ends."""
 
 import argparse
-import functools
 import os
 import re
 import signal
@@ -149,13 +148,13 @@ class Nested(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-@pytest.mark.parametrize("network", ["shallow", "deep", "nested"])
+@pytest.mark.parametrize("network", ["shallow", "deep", "layers", "nested"])
 def test_both_versions_make_the_same_units(network, world):
     """For several bounds; with 20,000 those of the notebook."""
     mesh = mnist_fsdp.init_device_mesh("cpu", (1,))
-    make = Nested if network == "nested" else functools.partial(mnist_fsdp.Network, *mnist_fsdp.NETWORKS[network])
+    make = Nested if network == "nested" else mnist_fsdp.NETWORKS[network]
     units = {}
-    for bound in (20_000, 2_000_000) if network == "deep" else (60, 100, 200, 20_000, 2_000_000):
+    for bound in (20_000, 2_000_000) if network in ("deep", "layers") else (60, 100, 200, 20_000, 2_000_000):
         args, models = argparse.Namespace(min_num_params=bound), []
         for shard in (mnist_fsdp.shard_with_fsdp2, mnist_fsdp.shard_with_fsdp1):
             with torch.device("meta"):  # spares the 94 million random numbers
@@ -168,6 +167,7 @@ def test_both_versions_make_the_same_units(network, world):
         assert clean == units[bound]
     assert len(set(map(frozenset, units.values()))) > 1
     wanted = {"shallow": {"", "fc1"}, "deep": {"", "fc1", "fc2.0", "fc2.1", "fc2.2", "fc2.3"}, "nested": {""}}
+    wanted["layers"] = {"", "fc1", *(f"fc2.{number}" for number in range(40))}
     assert units[20_000] == wanted[network]
 
 

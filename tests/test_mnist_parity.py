@@ -14,8 +14,7 @@ import mnist_fsdp
 import mnist_fsdp_xpu
 
 GLOBAL_BATCH = 48
-NETWORKS = {name: functools.partial(mnist_fsdp.Network, *widths) for name, widths in mnist_fsdp.NETWORKS.items()}
-NETWORKS["xpu"] = mnist_fsdp_xpu.Network
+NETWORKS = mnist_fsdp.NETWORKS | {"xpu": mnist_fsdp_xpu.Network}
 
 
 def digits(count, seed):

@@ -215,8 +215,9 @@ def evaluate_plainly(folder, articles_csv):
     options = {"tokenizer": tokenizer, "source_length": 512, "target_length": SUMMARY}
     rows = articles.map(t5_fsdp.tokenize, batched=True, fn_kwargs=options, remove_columns=articles.column_names)
     with torch.no_grad():
-        loss, tokens = t5_fsdp.summed_loss(model, DataCollatorForSeq2Seq(tokenizer)([*rows]))
-    return model, (loss / tokens).item()
+        batch = DataCollatorForSeq2Seq(tokenizer)([*rows])
+        loss = t5_fsdp.summed_loss(model, batch) / (batch["labels"] != -100).sum()
+    return model, loss.item()
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -15,10 +15,10 @@ import common
 import t5_fsdp
 
 
-def load(path, train=0, validation=0, text="text", summary="headline"):
+def load(path, train=0, validation=0, text="text", summary="headline", longest=0.75):
     """What a single process would load."""
     with mock.patch("torch.distributed.get_rank", return_value=0):
-        return common.load_articles(str(path), text, summary, train, validation)
+        return common.load_articles(str(path), (text, summary), (train, validation), longest)
 
 
 def rows_like_wikihow():
@@ -101,7 +101,7 @@ def test_json_lines_and_parquet_with_other_columns(tmp_path):
 
 def steps_on(size, samples, lengths, epoch=1):
     """The steps of an epoch, put together from what each of `size` ranks trains on, 8 samples a step."""
-    args = Namespace(batch_size=8 // size, seed=1)
+    args = Namespace(batch_size=8 // size, accumulation_steps=1, seed=1)
     worlds = [common.World(rank, rank, size, size, torch.device("cpu")) for rank in range(size)]
     parts = [t5_fsdp.epoch_steps(lengths[:samples], args, world, epoch) for world in worlds]
     return [[sample for part in step for sample in part] for step in zip(*parts, strict=True)]

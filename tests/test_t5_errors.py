@@ -55,10 +55,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
             (("--num-train-samples", -1), "argument --num-train-samples: -1 is not a number of at least 0"),
             (("--lr", "nan"), "argument --lr: nan is not a number"),
             (("--lr", "fast"), "argument --lr: invalid number value: 'fast'"),
-            (("--epoch", 1), "unrecognized arguments: --epoch 1"),
+            (("--epoch", 1), r"unrecognized arguments: --epoch 1 \(did you mean --epochs\? --help"),
+            (("--model", "./nomodel"), r"argument --model: \./nomodel: no such folder"),
             (("--sharding-strategy", "HYBRID_SHARD"), "invalid choice: 'HYBRID_SHARD'"),
             (("--backward-prefetch", "post"), "--backward-prefetch post needs --fsdp-version 1"),
-            (("--device", "mps"), "invalid choice: 'mps'"),
+            (("--device", "mps"), "--device mps: torch .* finds no such device; use --device cpu"),
             (("--device", "xpu"), "--device xpu: torch .* finds no such device; use --device cpu"),
             (("--output-dir", occupied, *here), "occupied"),
             (("--output-dir", occupied / "deep", *here), "occupied"),
@@ -67,7 +68,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
     as_forks.append(((*usual, "--batch-size", 0), 2, "argument --batch-size"))  # rank 0 speaks
     # Absurd weights have a loss for two steps; it is asked for only after eight.
     steps = (*usual, "--lr", 1e30, "--batch-size", 8, "--checkpoint-every", 8, "--no-run-validation", "--precision")
-    as_forks.append(((*steps, "fp32"), 2, "the loss is not finite at step 8; start with a lower --lr"))
+    as_forks.append(((*steps, "fp32"), 2, "the loss is not finite at step 8; take a lower --lr"))
     # Here by two processes that the script has started itself.
     as_users = [((*usual, "--dataset", tmp_path / "absent.csv"), None, "absent.csv")]
     check_bad_input("t5_fsdp.py", as_users, as_forks)

@@ -14,8 +14,9 @@ SETTINGS = {
         ("--backward-prefetch", "none"),
         ("--backward-prefetch", "post"),
         ("--activation-checkpointing",),
+        ("--cpu-offload",),
     )
-    if (version, arguments[-1:]) != (2, ("post",))
+    if (version, arguments[-1:]) not in ((2, ("post",)), (1, ("--cpu-offload",)))  # FSDP1 pins, which needs a GPU
 }
 
 
@@ -50,6 +51,11 @@ def test_activation_checkpointing_saves_less_for_backward(observed, version):
     assert observed[version, "--activation-checkpointing"]["saved_bytes"] < 0.4 * observed[version,]["saved_bytes"]
 
 
+def test_cpu_offload_reaches_every_unit(observed):
+    assert observed[2, "--cpu-offload"]["offloads"] == ["CPUOffloadPolicy"] * 5
+    assert observed[2,]["offloads"] == ["OffloadPolicy"] * 5
+
+
 def test_all_settings_start_from_the_same_tied_weights(observed):
     assert len({round(result["checksum"], 6) for result in observed.values()}) == 1
     assert all(result["tied"] for result in observed.values())
@@ -62,7 +68,7 @@ def test_each_process_holds_its_share_and_the_real_buffers(observed, setting):
     assert result["loads"] == ([1, 1] if setting[0] == 1 else [1, 0])
     assert result["buffers"] == [[True, True]] * 2
     # Weights, gradients and AdamW's two moments: 16 bytes a parameter.
-    share = 16 * int(result["parameters"].replace(",", "")) / 2 / 2**30
+    share = 16 * result["parameters"] / 2 / 2**30
     assert result["state_gb"] == pytest.approx([share] * 2, rel=0.02)
 
 

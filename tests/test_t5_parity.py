@@ -24,8 +24,14 @@ SETTINGS = {
 VARIANTS = {
     f"fsdp{version} {' '.join(arguments)}": (*FP32, "--fsdp-version", version, *arguments)
     for version in (1, 2)
-    for arguments in (("--activation-checkpointing",), ("--backward-prefetch", "none"), ("--backward-prefetch", "post"))
-    if (version, arguments[-1]) != (2, "post")
+    for arguments in (
+        ("--activation-checkpointing",),
+        ("--backward-prefetch", "none"),
+        ("--backward-prefetch", "post"),
+        ("--batch-size", 1, "--accumulation-steps", GLOBAL_BATCH // 2),  # on two processes
+        ("--cpu-offload",),
+    )
+    if (version, arguments[-1]) not in ((2, "post"), (1, "--cpu-offload"))
 }
 LOW_PRECISION = {
     f"fsdp{version} {precision}": ("--fsdp-version", version, "--precision", precision)
@@ -61,7 +67,8 @@ def train_plainly(tiny_model, articles_csv, clip):
 
     world = common.World(0, 0, 1, 1, torch.device("cpu"))
     lengths = torch.tensor([len(sample["input_ids"]) for sample in train])
-    steps = t5_fsdp.epoch_steps(lengths, Namespace(batch_size=GLOBAL_BATCH, seed=1), world, epoch=1)
+    args = Namespace(batch_size=GLOBAL_BATCH, accumulation_steps=1, seed=1)
+    steps = t5_fsdp.epoch_steps(lengths, args, world, epoch=1)
     result = {"before": validate(), "losses": [], "norms": [], "one": loss_of(validation[:1]).item()}
     for step in steps[:STEPS]:
         loss = loss_of([train[number] for number in step])
@@ -86,15 +93,8 @@ def train(tiny_model, articles_csv, tmp_path_factory):
         root = tmp_path_factory.mktemp(f"on-{processes}")
         shared = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 0, "--log-every", 1]
         shared += ["--num-validation-samples", 0, "--batch-size", GLOBAL_BATCH // processes, "--test-batch-size", 3]
-        shared += [
-            "--max-steps",
-            STEPS,
-            "--max-source-length",
-            SOURCE,
-            "--max-target-length",
-            SUMMARY,
-            "--no-save-model",
-        ]
+        shared += ["--max-steps", STEPS, "--max-source-length", SOURCE, "--max-target-length", SUMMARY]
+        shared += ["--no-save-model"]
         runs = [[*shared, "--output-dir", root / name, *arguments] for name, arguments in settings.items()]
         run_many("t5_fsdp", runs, processes)
         results = {}
@@ -158,7 +158,7 @@ def test_another_seed_is_another_order(exact, plain):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_checkpointing_and_prefetch_change_no_number(variants, plain, name):
+def test_checkpointing_prefetch_accumulation_and_offload_change_no_number(variants, plain, name):
     assert_equal(variants[name], plain)
 
 

@@ -218,7 +218,7 @@ def worker(options: argparse.Namespace, flags: list) -> None:
     args.precision = common.choose_precision(args.precision, world.device)
     source, _ = lm_multinode.load_texts(args)
     config, tokenizer = lm_multinode.load_config_and_tokenizer(args, world, source)
-    texts = list(lm_multinode.texts_of(row["text"] for row in source))
+    texts = list(lm_multinode.texts_of((row["text"] for row in source), "text"))
     random.Random(0).shuffle(texts)
 
     makers = {OURS: make_ours, "document": make_document, "plain": make_plain}

@@ -145,7 +145,7 @@ def take_turns(world, options: argparse.Namespace, folder: Path, precision: str)
     sys.argv += ["--batch-size", str(options.batch_size)]
     args = t5_fsdp.parse_args()
     with common.first_on_node(world):
-        articles, _ = common.load_articles(str(folder / "articles.csv"), "text", "headline", 0, 8)
+        articles, _ = common.load_articles(str(folder / "articles.csv"), ("text", "headline"), (0, 8), 0.75)
     config, tokenizer = t5_fsdp.load_config_and_tokenizer(args, world, articles)
     makers = {"document": make_document, "t5_fsdp.py": make_ours}
     loops = {name: make(args, world, articles, tokenizer, config) for name, make in makers.items()}

@@ -153,7 +153,7 @@ def measure_steps(case: dict, options: argparse.Namespace, world: common.World) 
     step, flops, tokens = {"lm": make_lm, "t5": make_t5}[case["kind"]](case, world, steps)
     times = []
     for _ in range(options.turns + 1):
-        common.peak_memory_gb(world.device)  # from here on
+        common.peak_memory(world.device)  # from here on
         began = time.perf_counter()
         for _ in range(options.steps):
             step()
@@ -161,7 +161,7 @@ def measure_steps(case: dict, options: argparse.Namespace, world: common.World) 
         times.append(time.perf_counter() - began)
     samples = options.steps * case["batch"] / statistics.median(times[1:])
     result = {"samples/s": samples, "tokens/s": samples * tokens, "mfu": "unknown"}
-    result["peak_gb"] = common.peak_memory_gb(world.device)
+    result |= common.peak_memory(world.device)
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else ""
     peaks = (tflops for part, tflops in lm_multinode.PEAK_TFLOPS.items() if part in name)
     if peak := options.peak_tflops or next(peaks, 0):
