@@ -10,9 +10,10 @@ of FSDP's five strategies. Without flags it needs no download: a tiny Llama lear
         --micro-batch-size 8 --global-batch-size 128 --seq-length 1024 --lr 4e-4 --warmup-steps 1000 \\
         --max-steps 88000 --validate-every 1000 --checkpoint-every 500 --resume     # the recipe; on every node
 
-Follows "Run Torch FSDP", a tutorial on training over several nodes, with the model and recipe of OpenDiLoCo
-(arXiv:2407.07852). Where it departs: texts are packed into full sequences (circulating code pads each to 1,024 tokens),
-the global batch counts the processes, every decoder layer is a unit (not the whole model), FSDP2 is the default.
+Follows "Run Torch FSDP" (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example), with the
+model and recipe of OpenDiLoCo (arXiv:2407.07852). Where it departs: texts are packed into full sequences (its code pads
+each to 1,024 tokens), the global batch counts the processes, gradients are sent after the last micro-batch (its test is
+inverted), every decoder layer is a unit (not the whole model), the learning rate has a schedule, FSDP2 is the default.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def num_shards(args, world) -> int:
 
 
 def make_mesh(args, world):
-    """The processes as FSDP wants them: one dimension to shard over, or two, replicas x shards."""
+    """The document's `devices_mesh`: one dimension to shard over, or two, replicas x shards."""
     shards = num_shards(args, world)
     if "HYBRID" in args.sharding_strategy or (shards < world.size and args.fsdp_version == 2):
         # The last dimension counts fastest: neighbours, on one node, are the shards of a replica.
@@ -216,7 +217,8 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
             tokenizer = AutoTokenizer.from_pretrained(name) if name else None
     except (OSError, ValueError) as error:
         names = f"--model {args.model} or --tokenizer {args.tokenizer}"
-        raise common.UserError(f"{names} cannot be used: {error}") from error
+        way = "; then run `hf auth login`, or take another --tokenizer" if "gated" in str(error) else ""
+        raise common.UserError(f"{names} cannot be used: {error}{way}") from error
     if not tokenizer:
         some = (row["text"] for row in source.take(2000))
         tokenizer = common.train_tokenizer(texts_of(some, args.text_column), 2048, append_eos=False)
@@ -428,7 +430,8 @@ def main(args, world) -> None:
     with readable(args):
         source, held_out = load_texts(args)
         if not held_out:
-            raise ValueError(f"too few records with a text in --text-column {args.text_column} to hold some out")
+            text = "no such file, or too few records with a text in --text-column"
+            raise ValueError(f"{text} {args.text_column} to hold some out")
     config, tokenizer = load_config_and_tokenizer(args, world, source)
     packed = pack({"text": [json.dumps({args.text_column: text}) for text in held_out]}, [0], args, tokenizer, [0])
     sequences = torch.from_numpy(np.concatenate([packed["input_ids"], packed["labels"][:, -1:]], axis=1))

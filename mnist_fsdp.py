@@ -1,6 +1,6 @@
 """What does FSDP change?
 
-Trains a shallow and a deep network on digits (drawn, without a download), first locally in one process, then sharded
+Trains three networks on digits (drawn, without a download), first locally in one process, then sharded
 with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`), and puts speed and memory side by side.
 
     python mnist_fsdp.py                                    # the whole comparison; a laptop is enough
@@ -8,9 +8,10 @@ with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`), and puts speed
     torchrun --nproc_per_node 8 mnist_fsdp.py --model deep  # the sharded half only
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 mnist_fsdp.py
 
-Follows the notebook "Local training vs. FSDP" (a shallow network of 1,199,882 parameters and a deep one of 94,104,234).
-Where it departs: losses are means over real samples (the notebook counts padding), both halves see the data in the same
-order, memory is the peak of training (not read once, before backward), and FSDP2 is the default: FSDP1 is deprecated.
+Follows the notebook fsdp_tutorial.ipynb of https://github.com/AllenInstitute/distributed-vae: its shallow network has
+1,199,882 parameters, its deep one 94,104,234, most of them in one layer. Where it departs: a third network has equal
+layers, losses are means over real samples (the notebook counts padding), both halves see the data in the same order,
+memory is the peak of training (not read once, before backward), and FSDP2 is the default: FSDP1 is deprecated.
 """
 
 import argparse

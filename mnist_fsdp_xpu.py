@@ -9,10 +9,10 @@ shows the answer in lines with "XPU:"; the others are what the document trains: 
     torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --num-train-samples 0 --epochs 10    # the document's
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 mnist_fsdp_xpu.py
 
-Follows "Fully Sharded Data Parallel (FSDP)" of Intel Extension for PyTorch. That extension (`ipex`), its collectives
-(`oneccl_bindings_for_pytorch`) and their backend `ccl` end at PyTorch 2.8; PyTorch's own `xpu` and `xccl` have taken
-their place. Where it departs: the wrap policy is passed (the document forgets it), every process is seeded, and one
-downloads. It has not run on an Intel GPU, only as rehearsal.
+Follows https://intel.github.io/intel-extension-for-pytorch/xpu/2.1.10+xpu/tutorials/features/FSDP.html. That extension
+(`ipex`), its collectives (`oneccl_bindings_for_pytorch`) and their backend `ccl` end at PyTorch 2.8; its own `xpu` and
+`xccl` have taken their place. Where it departs: the wrap policy is passed (the document forgets it), every process is
+seeded, one downloads, and torchrun takes the place of `mp.spawn`. It has not run on an Intel GPU, only as rehearsal.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def shard_with_fsdp1(args, world, mesh, model: nn.Module) -> nn.Module:
     return FSDP(
         model,
         auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params),
-        device_id=world.device,  # XPU: "xpu:0", "xpu:1", ...; units move to the device one by one as they are wrapped
+        # Without device_id all stays on the CPU, and the first forward fails; it asks for no CUDA, in torch 2.15.
+        device_id=world.device,  # XPU: "xpu:0", "xpu:1", ...; each unit moves there as it is wrapped
         use_orig_params=True,  # parameters keep their names and shapes
         device_mesh=mesh,  # state dicts then hold DTensors, as in FSDP2
     )
@@ -177,14 +178,14 @@ def parse_args() -> argparse.Namespace:
 
 
 def main(args, world) -> None:
-    # XPU: torch.accelerator has set the device, and with it came the backend "xccl": see `common.setup`.
+    # XPU: `common.setup` has set the device (torch.xpu.set_device) and taken the backend "xccl", once "ccl".
     columns = {"epoch": "5d", "state_gb": "8.3f", "peak_gb": "7.2f", "loss": "7.4f", "test_loss": "9.4f"}
     log = common.Log(world.rank, args.output_dir, **columns, accuracy="8.4f", **{"samples/s": "9,.0f"})
     train_set, test_set = load_digits(args, world)
     train_loader = make_loader(train_set, args.batch_size, args, world, train=True)
     test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
     torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = init_device_mesh(world.device.type, (world.size,))  # XPU: "xpu"; FSDP2 moves the model to it, no model.to
     model, fsdp = Network(), f"FSDP{args.fsdp_version} FULL_SHARD"
     count = sum(parameter.numel() for parameter in model.parameters())
     model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, model)

@@ -9,9 +9,12 @@ flags it needs no download: a small T5 learns built-in articles in two minutes o
     torchrun --nproc_per_node 8 t5_fsdp.py ... --checkpoint-every 500 --resume      # run again after any stop
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 t5_fsdp.py ...
 
-Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)". Where it departs: losses
-are means over real target tokens (the tutorial learns padding), gradients are clipped, the articles of a step have
-similar lengths, each is validated once, the best model is a Hugging Face folder, FSDP2 is the default.
+Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
+https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html. Where it departs: losses are means over
+real target tokens (the tutorial learns padding, too), texts begin with T5's "summarize: ", gradients are clipped at
+norm 1, the articles of a step have similar lengths (no `DistributedSampler`), each is validated once, the best model is
+a Hugging Face folder, FSDP2 is the default. Of the tutorial's code, imports are missing or fail today (`LooseVersion`,
+the `wikihow` loading script), and its `--run_validation` and `--track_memory` switch off what they name.
 """
 
 import argparse

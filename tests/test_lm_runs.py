@@ -1,8 +1,10 @@
 """What a user of lm_multinode.py sees: it learns, exports and compares; bad input is one sentence."""
 
 import contextlib
+import http.server
 import json
 import re
+import threading
 
 import torch
 
@@ -192,6 +194,25 @@ def test_a_strategy_that_runs_out_of_memory_is_a_row_that_says_so(tmp_path):
     assert re.search("^ *FULL_SHARD .* out of memory$", finished.stdout, re.M)
     rows = {row["strategy"]: row for row in records(tmp_path, "strategy")}
     assert [name for name, row in rows.items() if "tokens/s" not in row] == ["FULL_SHARD"] and len(rows) == 5
+
+
+def test_a_gated_tokenizer_is_a_sentence_that_names_the_way_out(tmp_path):
+    """From a server that answers as the Hub does."""
+
+    class Gate(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(401)
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.end_headers()
+
+        do_GET, log_message = do_HEAD, lambda *_: None
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gate) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
+        options = ("--tokenizer", "mistralai/Mistral-7B-v0.1", "--output-dir", tmp_path)
+        check_bad_input("lm_multinode.py", [(options, 1, "gated repo.* access .*run `hf auth login`")], [], **hub)
+        server.shutdown()
 
 
 def test_bad_input_is_one_sentence(tmp_path):

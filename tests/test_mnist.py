@@ -93,23 +93,37 @@ def test_digits_are_the_same_for_a_seed():
     assert one.tensors[0].shape == (1500, 1, 28, 28) and sorted(set(one.tensors[1].tolist())) == list(range(10))
 
 
-def test_comparison_of_both_networks(small_mnist, tmp_path):
+def test_comparison_of_all_networks(small_mnist, tmp_path):
     """On files, with FSDP1, flags written as torchrun's are, and the networks printed with their units."""
     flags = ("--dataset", "mnist", "--data_dir", small_mnist, "--num_train_samples=70", "--epochs", 1)
     flags += ("--batch_size", 32, "--num_processes", 2, "--fsdp_version", 1, "--print_model", "--output_dir", tmp_path)
     finished = succeed("mnist_fsdp.py", *flags)
     rows = {(row["network"], row["mode"], row["processes"]): row for row in records(tmp_path, "loss")}
-    kinds = [("shallow", "local", 1), ("deep", "local", 1), ("shallow", "fsdp", 2), ("deep", "fsdp", 2)]
-    assert list(rows) == kinds
+    networks = {"shallow": 1_199_882, "deep": 94_104_234, "layers": 51_451_274}
+    assert list(rows) == [(name, mode, n) for mode, n in (("local", 1), ("fsdp", 2)) for name in networks]
     assert "70 images to train on, 100 to test" in finished.stdout
     of_local, of_fsdp, both = tables(finished.stdout)
-    assert both == [of_local[0], of_local[1], of_fsdp[1], of_local[2], of_fsdp[2]]  # a network's halves together
-    for network, size in (("shallow", 1_199_882), ("deep", 94_104_234)):
+    together = [half for of_network in zip(of_local[1:], of_fsdp[1:], strict=True) for half in of_network]
+    assert both == [of_local[0], *together]
+    for network, size in networks.items():
         assert finished.stdout.count(f"{size:,} parameters") == 2
         for mode, processes in (("local", 1), ("fsdp", 2)):
             state = rows[network, mode, processes]["state_gb"]
             assert state == pytest.approx(16 * size / processes / 2**30, rel=0.02)
-    assert finished.stdout.count("(fc1): FullyShardedDataParallel(") == 2
+    assert finished.stdout.count("(fc1): FullyShardedDataParallel(") == 3
+
+
+def test_with_equal_layers_the_peak_of_a_process_falls_with_their_number(tmp_path):
+    peaks = {}
+    for count in (1, 2, 4):
+        options = ("--model", "layers", "--batch-size", 64 // count, "--num-train-samples", 128)
+        options += ("--mode", "fsdp" if count > 1 else "local", "--output-dir", tmp_path / str(count))
+        succeed("mnist_fsdp.py", *options, "--num-processes", count, fork=True)
+        [row] = records(tmp_path / str(count), "loss")
+        assert row["state_gb"] == pytest.approx(16 * 51_451_274 / count / 2**30, rel=0.02)
+        peaks[count] = row["peak_gb"]
+    # Between local training and 2, and between 2 and 4 processes, half of the state goes: 0.38 and 0.19 GB.
+    assert peaks[1] - peaks[2] > 0.15 and peaks[2] - peaks[4] > 0.08, peaks
 
 
 def test_settings_change_what_is_trained(small_mnist, tmp_path):

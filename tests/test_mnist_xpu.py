@@ -14,7 +14,7 @@ import mnist_fsdp_xpu
 SAME = ("shard_with_fsdp1", "train_one_epoch", "draw_digits", "load_digits", "make_loader", "evaluate")
 # What the document's steps change: its packages, the device, the backend, the wrap, the time it took.
 MARKED = ("whl/xpu", 'device="xpu"', "xccl", "device_id=", "set_force_sum_reduction_for_comms(", "torch.xpu.Event(")
-MARKED += ("torch.xpu.synchronize(",)
+MARKED += ("torch.xpu.synchronize(", "torch.xpu.set_device", "model.to", "init_device_mesh(")
 
 
 def definitions(script):

@@ -28,7 +28,7 @@ VARIANTS = {
         ("--activation-checkpointing",),
         ("--backward-prefetch", "none"),
         ("--backward-prefetch", "post"),
-        ("--batch-size", 1, "--accumulation-steps", GLOBAL_BATCH // 2),  # on two processes
+        ("--batch-size", "1", "--accumulation-steps", "4"),  # on two processes
         ("--cpu-offload",),
     )
     if (version, arguments[-1]) not in ((2, "post"), (1, "--cpu-offload"))
