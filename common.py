@@ -253,9 +253,12 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return peaks
 
 
-def describe_size(num_parameters: int, shards: int, world: World) -> str:
-    """What each process will hold of a model in fp32 with AdamW, and the memory that there is for it."""
-    held = 16 * num_parameters / shards / 2**30  # 4 bytes each for weight, gradient and two moments
+def describe_size(num_parameters: int, shards: int, world: World, copies: int = 4) -> str:
+    """What each process will hold of a model, and the memory that there is for it.
+
+    AdamW in fp32 takes four `copies` of a parameter, 4 bytes each: weight, gradient, two moments.
+    """
+    held = 4 * copies * num_parameters / shards / 2**30
     if world.device.type in ("cuda", "xpu"):
         memory = torch.accelerator.get_memory_info(world.device)[1]
     else:
@@ -309,26 +312,33 @@ def find_checkpoints(folder: Path, resume: bool) -> list[Path]:
     return found[0]
 
 
-def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> tuple[dict, list]:
-    """What a checkpoint holds, and the optimizer's groups. Tensors only: everything else would be pickled."""
+def state_of(model, optimizer, world: World, outer) -> tuple[dict, dict, list]:
+    """What a checkpoint holds, this rank's own part of it, and the optimizer's groups.
+
+    Tensors only: all else would be pickled. With DiLoCo's `outer` optimizer the replicas differ, so each is saved under
+    its number; one name for all would keep a mixture of them.
+    """
     weights, moments = sd.get_state_dict(model, optimizer)
-    random_state = {"cpu": torch.get_rng_state()}
+    own = {"cpu": torch.get_rng_state()}
     if world.device.type != "cpu":
-        random_state["device"] = torch.get_device_module(world.device).get_rng_state()
-    state = {"model": weights, "optimizer": moments["state"], f"rank{world.rank}of{world.size}": random_state}
-    return state, moments["param_groups"]
+        own["device"] = torch.get_device_module(world.device).get_rng_state()
+    if outer:
+        own |= {"shared": dict(enumerate(outer.shared)), "momentum": dict(enumerate(outer.momentum))}
+    part = f"-{outer.replica}" if outer else ""
+    state = {f"model{part}": weights, f"optimizer{part}": moments["state"], f"rank{world.rank}of{world.size}": own}
+    return state, own, moments["param_groups"]
 
 
-def save_checkpoint(folder: Path, model, optimizer, progress: dict, world: World, keep: int = 2) -> None:
-    """Save `checkpoints/step-N`, every rank its own shards, and `progress` as JSON; keep the newest. A collective."""
+def save_checkpoint(folder: Path, model, optimizer, progress: dict, world: World, outer=None) -> None:
+    """Save `checkpoints/step-N`, every rank its own shards, and `progress` as JSON; keep the newest 2. A collective."""
     path = folder / "checkpoints" / f"step-{progress['step']:07d}"
     try:
         if world.rank == 0:
             shutil.rmtree(path, ignore_errors=True)  # what a killed run has left of it
             path.mkdir(parents=True, exist_ok=True)  # another rank may be faster
             (path / "progress.json").write_text(json.dumps(progress, default=str))
-        dcp.save(state_of(model, optimizer, world)[0], checkpoint_id=path)
-        for old in sorted(path.parent.glob("*/.metadata"))[:-keep] if world.rank == 0 else ():
+        dcp.save(state_of(model, optimizer, world, outer)[0], checkpoint_id=path)
+        for old in sorted(path.parent.glob("*/.metadata"))[:-2] if world.rank == 0 else ():
             shutil.rmtree(old.parent)
     except (OSError, dcp.api.CheckpointException) as error:
         free = shutil.disk_usage(folder).free / 2**30
@@ -336,11 +346,11 @@ def save_checkpoint(folder: Path, model, optimizer, progress: dict, world: World
         raise UserError(f"could not save {path}, where {free:.3f} GB are free: {error}") from error
 
 
-def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: World) -> dict:
+def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: World, outer=None) -> dict:
     """Load the newest checkpoint that can be read, on any number of ranks. Returns its `progress`, {} without one."""
     for path in reversed(paths):
-        state, groups = state_of(model, optimizer, world)
-        random_state = state[own := f"rank{world.rank}of{world.size}"]
+        state, own, groups = state_of(model, optimizer, world, outer)
+        weights, moments, mine = state  # their names
         try:
             progress = json.loads((path / "progress.json").read_text())
             if changed := [name for name in settings if progress["settings"][name] != settings[name]]:
@@ -349,21 +359,23 @@ def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: 
                 raise UserError(f"{path} {text}; resume with it, or choose another --output-dir")
             saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
             # Loading into a model of fewer parameters would succeed, in silence.
-            shapes = {f"model.{name}": weight.shape for name, weight in state["model"].items()}
-            if shapes != {name: entry.size for name, entry in saved.items() if name.startswith("model.")}:
-                raise UserError(f"{path} is of another model; resume with the one it was made with")
-            if f"{own}.cpu" not in saved:  # saved by another number of processes: dropout draws anew
-                del state[own]
+            shapes = {f"{weights}.{name}": weight.shape for name, weight in state[weights].items()}
+            if shapes != {name: entry.size for name, entry in saved.items() if name.startswith(f"{weights}.")}:
+                raise UserError(f"{path} is of another model, or of DILOCO; resume with what it was made with")
+            if f"{mine}.cpu" not in saved:  # saved by another number of processes: dropout draws anew
+                if outer:
+                    raise UserError(f"{path} was made by more or fewer processes, which DILOCO's replicas cannot join")
+                del state[mine]
             dcp.load(state, checkpoint_id=path)
         except (OSError, EOFError, ValueError, pickle.UnpicklingError, dcp.api.CheckpointException) as error:
             if world.rank == 0:
                 print(f"{path} is damaged ({type(error).__name__}); trying the one before", file=sys.stderr)
             continue
-        moments = {"state": state["optimizer"], "param_groups": groups}
-        sd.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=moments)
-        torch.set_rng_state(random_state["cpu"])
+        moments = {"state": state[moments], "param_groups": groups}
+        sd.set_state_dict(model, optimizer, model_state_dict=state[weights], optim_state_dict=moments)
+        torch.set_rng_state(own["cpu"])
         if world.device.type != "cpu":
-            torch.get_device_module(world.device).set_rng_state(random_state["device"])
+            torch.get_device_module(world.device).set_rng_state(own["device"])
         return progress
     if paths:
         raise UserError(f"no checkpoint in {paths[0].parent} can be read; start again with another --output-dir")

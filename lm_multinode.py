@@ -66,18 +66,24 @@ RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3, for each forward and each backward: (n-1)/n (2 m P + G)
     "HYBRID_SHARD": True,  # ZeRO-3 in a replica (a node): (s-1)/s (2 m P + G) stays in it, 2 (r-1)/r G/s crosses
     "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 in a replica: (s-1)/s (P + G) stays in it, 2 (r-1)/r G/s crosses
+    "DILOCO": True,  # ZeRO-3 in a replica, which trains by itself; in H steps 2 (r-1)/r W/s cross, W bytes of weights
 }
+
+
+TWO_LEVELS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")  # replicas, sharded each
 
 
 def num_shards(args, world) -> int:
     """Over how many processes a model is sharded; the others hold replicas of it."""
     if args.sharding_strategy == "NO_SHARD":
         return 1
-    if "HYBRID" not in args.sharding_strategy:
+    if args.sharding_strategy not in TWO_LEVELS:
         return world.size
     shards = args.shards_per_replica or world.local_size
     if world.size % shards:
         raise common.UserError(f"{world.size} processes cannot form replicas of {shards}; set --shards-per-replica")
+    if args.sharding_strategy == "DILOCO" and args.fsdp_version == 1:
+        raise common.UserError("DILOCO needs --fsdp-version 2: FSDP1's hybrids reduce over replicas in every step")
     if shards == 1 and args.fsdp_version == 1:
         raise common.UserError("FSDP1 never averages gradients of replicas of one process (pytorch#154888); use FSDP2")
     return shards
@@ -86,7 +92,7 @@ def num_shards(args, world) -> int:
 def make_mesh(args, world):
     """The document's `devices_mesh`: one dimension to shard over, or two, replicas x shards."""
     shards = num_shards(args, world)
-    if "HYBRID" in args.sharding_strategy or (shards < world.size and args.fsdp_version == 2):
+    if args.sharding_strategy in TWO_LEVELS or (shards < world.size and args.fsdp_version == 2):
         # The last dimension counts fastest: neighbours, on one node, are the shards of a replica.
         shape, names = (world.size // shards, shards), ("replicate", "shard")
         return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
@@ -102,6 +108,8 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
     layers = prepare_layers(args, model)
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype), "mesh": make_mesh(args, world)}
+    if args.sharding_strategy == "DILOCO":  # FSDP knows of one replica only
+        options["mesh"] = options["mesh"]["shard"]
     if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
     for layer in layers:
@@ -175,6 +183,28 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, di
         norm = model.clip_grad_norm_(1.0)  # nn.utils would see this rank's shards only
     optimizer.step()
     return torch.stack([loss_sum, norm.to(world.device)]), place
+
+
+class Outer:
+    """DiLoCo's outer optimizer (arXiv:2311.08105): SGD with Nesterov momentum on what all replicas share."""
+
+    def __init__(self, args, world, model) -> None:
+        mesh = make_mesh(args, world)
+        self.args, self.group, self.replica = args, mesh.get_group("replicate"), mesh.get_local_rank("replicate")
+        self.weights = [parameter.detach().to_local() for parameter in model.parameters()]  # views of its shards
+        self.shared = [weight.clone() for weight in self.weights]
+        self.momentum = [torch.zeros_like(weight) for weight in self.weights]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """What replicas moved by, on average, is the gradient; all start again from where it leads. A collective."""
+        for weight, shared, momentum in zip(self.weights, self.shared, self.momentum, strict=True):
+            moved = (shared - weight).to(PRECISIONS[self.args.outer_precision][0])
+            dist.all_reduce(moved, group=self.group)
+            gradient = moved.to(shared.dtype) / dist.get_world_size(self.group)
+            momentum.mul_(self.args.outer_momentum).add_(gradient)
+            shared.sub_(self.args.outer_lr * (gradient + self.args.outer_momentum * momentum))
+            weight.copy_(shared)
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -361,6 +391,10 @@ def parse_args() -> argparse.Namespace:
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: FullyShardedDataParallel")
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="--compare-strategies tells them apart")
     add("--shards-per-replica", default=0, type=count, help="in the hybrids; 0: all processes of a node")
+    add("--local-steps", default=50, type=size, help="of DILOCO, between synchronizations; the paper takes 500")
+    add("--outer-lr", default=0.7, type=number, help="of DILOCO's outer SGD")
+    add("--outer-momentum", default=0.9, type=number, help="of DILOCO's outer SGD, Nesterov's")
+    add("--outer-precision", default="fp32", choices=PRECISIONS, help="in which DILOCO sends what weights moved by")
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 where it is native, else fp32")
     add("--cpu-offload", action=flag, help="keep shards on the CPU and update them there: least memory, slow")
     add("--activation-checkpointing", action=flag, help="recompute each layer in backward")
@@ -394,7 +428,8 @@ def compare_strategies(args, world, config, load_from_start) -> None:
     columns |= {"step_seconds": "7.3f", "state_gb": "8.4f", "peak_gb": "7.2f", "note": "4s"}
     log = common.Log(world.rank, args.output_dir, **columns)
     share = flops_share(args, world, config)
-    for args.sharding_strategy in RESHARD:
+    strategies = [name for name in RESHARD if name != "DILOCO" or args.fsdp_version == 2]
+    for args.sharding_strategy in strategies:
         shards = num_shards(args, world)
         row = {"strategy": args.sharding_strategy, "replicas": world.size // shards, "shards": shards}
         common.peak_memory(world.device)
@@ -406,8 +441,14 @@ def compare_strategies(args, world, config, load_from_start) -> None:
                 began = time.perf_counter()
                 train_step(args, world, model, optimizer, batches)[0].tolist()  # waits for the device
                 times.append(time.perf_counter() - began)
-            speed = args.global_batch_size * args.seq_length / (seconds := sorted(times[2:])[2])
-            row |= {"tokens/s": speed, "step_seconds": seconds, "state_gb": common.state_gb(model, optimizer)}
+            seconds, state = sorted(times[2:])[2], common.state_gb(model, optimizer)
+            if args.sharding_strategy == "DILOCO":
+                outer, began = Outer(args, world, model), time.perf_counter()
+                outer.step()
+                seconds += (time.perf_counter() - began) / args.local_steps
+                state += 2 * sum(shared.nbytes for shared in outer.shared) / 2**30
+            speed = args.global_batch_size * args.seq_length / seconds
+            row |= {"tokens/s": speed, "step_seconds": seconds, "state_gb": state}
             row |= {"mfu": speed * share} if share else {}
         except torch.OutOfMemoryError:  # the processes hold the same, so all of them are here
             row["note"] = "out of memory"
@@ -424,6 +465,8 @@ def main(args, world) -> None:
     log = common.Log(world.rank, args.output_dir, **columns)
     checkpoints = common.find_checkpoints(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
+    if args.sharding_strategy == "DILOCO" and args.validate_every % args.local_steps:
+        raise common.UserError("--validate-every must be a multiple of --local-steps: DILOCO shares weights only then")
     if args.global_batch_size % (args.micro_batch_size * world.size):
         text = "--global-batch-size must be a multiple of --micro-batch-size times"
         raise common.UserError(f"{text} {world.size} processes")
@@ -443,16 +486,21 @@ def main(args, world) -> None:
     precision = f"{args.precision}{', TF32' if torch.get_float32_matmul_precision() == 'high' else ''}"
     fsdp = f"FSDP{args.fsdp_version}, {args.sharding_strategy}, replicas x shards: {world.size // shards} x {shards}"
     log.say(f"fsdp     {fsdp}, {precision}")
-    log.say(f"model    {args.model}, {common.describe_size(empty_model(config).num_parameters(), shards, world)}")
+    num_parameters, copies = empty_model(config).num_parameters(), 6 if args.sharding_strategy == "DILOCO" else 4
+    log.say(f"model    {args.model}, {common.describe_size(num_parameters, shards, world, copies)}")
     log.say(f"data     {args.dataset[0]}, {source.num_shards} files, {len(sequences)} sequences to validate")
     common.limit_waits()
     if args.compare_strategies:
         return compare_strategies(args, world, config, lambda: load(args, world, source, tokenizer, {}))
     model, optimizer = build(args, world, config)
+    outer = Outer(args, world, model) if args.sharding_strategy == "DILOCO" else None
     progress = {"step": 0, "places": [{}] * world.size}
     fixed = ("model", "dataset", "seq_length", "global_batch_size", "lr", "warmup_steps", "max_steps", "seed")
+    if outer:
+        args.shards_per_replica = num_shards(args, world)
+        fixed += ("sharding_strategy", "shards_per_replica", "local_steps", "outer_lr", "outer_momentum")
     settings = {name: getattr(args, name) for name in fixed}
-    progress |= common.load_checkpoint(checkpoints, model, optimizer, settings, world) | {"settings": vars(args)}
+    progress |= common.load_checkpoint(checkpoints, model, optimizer, settings, world, outer) | {"settings": vars(args)}
     if progress["step"]:
         log.say(f"resumed  from step {progress['step']}")
     if (before := len(progress["places"])) != world.size:
@@ -471,21 +519,23 @@ def main(args, world) -> None:
         loss_sum += result[0]  # stays on the device: reading a number would make the host wait in every step
         steps += 1
         stops, ends = stop.on_any_rank(), step == args.max_steps
+        if outer and (ends or step % args.local_steps == 0):
+            outer.step()
         saves = stops or (args.checkpoint_every and (ends or step % args.checkpoint_every == 0))
         validates = ends or step % args.validate_every == 0
         if saves or validates or step % args.log_every == 0:
             tokens = steps * args.global_batch_size * args.seq_length
-            loss = common.sum_over_ranks(loss_sum) / tokens
+            loss, norm = common.sum_over_ranks(torch.stack([loss_sum / tokens, result[1] / world.size]))
             if not math.isfinite(loss):  # before saving: the newest checkpoint must stay usable
                 raise common.UserError(f"the loss is not finite at step {step}; start again with a lower --lr")
             speed = tokens / (time.perf_counter() - began)
-            row = {"loss": loss, "grad_norm": result[1].item(), "lr": group["lr"], "tokens/s": speed}
+            row = {"loss": loss, "grad_norm": norm, "lr": group["lr"], "tokens/s": speed}
             row |= {"mfu": speed * share} if share else {}
             log.row(step=step, **row, **common.peak_memory(world.device))
             if saves:
                 progress["step"], progress["places"] = step, [None] * world.size
                 dist.all_gather_object(progress["places"], place)
-                common.save_checkpoint(args.output_dir, model, optimizer, progress, world)
+                common.save_checkpoint(args.output_dir, model, optimizer, progress, world, outer)
             if stops:
                 return log.say(f"stopped  on request at step {step}, all saved; --resume goes on")
             if validates:

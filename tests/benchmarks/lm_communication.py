@@ -1,12 +1,12 @@
 """What lm_multinode.py's strategies send between two nodes, and what a slow network makes of it.
 
-    python tests/benchmarks/lm_communication.py [--turns 3] [--fsdp-version 2]
+    python tests/benchmarks/lm_communication.py [--turns 3] [--fsdp-version 2] [--links "full speed" "1 Gbit/s"]
 
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), train a Llama of 34 million parameters.
 The first table compares the bytes that cross from one node to the other in an optimizer step, by the network
 interface's counter, with the formula, and the command fails if they differ by more than 5%. The second has the seconds
-of a step that `--compare-strategies` reports at the full speed of the cable and at 1 Gbit/s in both directions: medians
-over interleaved turns.
+of a step that `--compare-strategies` reports at the full speed of the cable, at 1 Gbit/s and at 100 Mbit/s in both
+directions: medians over interleaved turns. DILOCO synchronizes every 50 steps, which all share its bytes and its time.
 """
 
 import argparse
@@ -30,10 +30,11 @@ from two_nodes import CABLE, two_nodes
 import common
 import lm_multinode
 
-LINKS = {"full speed": None, "1 Gbit/s": "1gbit"}
+LINKS = {"full speed": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 TOLERANCE = 0.05
+LOCAL_STEPS = 50
 FLAGS = ["--seq-length", 64, "--micro-batch-size", 1, "--num-validation-texts", 20, "--precision", "fp32"]
-FLAGS += ["--device", "cpu"]
+FLAGS += ["--device", "cpu", "--local-steps", LOCAL_STEPS]
 
 
 def bytes_sent(config, strategy: str, micro_batches: int, processes: int, on_node: int) -> tuple[float, float]:
@@ -45,20 +46,21 @@ def bytes_sent(config, strategy: str, micro_batches: int, processes: int, on_nod
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     layers, whole = (4 * sum(p.numel() for p in part.parameters()) for part in (model.model.layers, model))
-    shards = 1 if strategy == "NO_SHARD" else 2 if "HYBRID" in strategy else processes
+    shards = 1 if strategy == "NO_SHARD" else 2 if strategy in lm_multinode.TWO_LEVELS else processes
     replicas = processes // shards
     # After its forward FULL_SHARD frees the layers but not the root, with which backward begins.
     gathered = micro_batches * (whole + layers) if lm_multinode.RESHARD[strategy] else whole
     # gloo has no reduce-scatter: PyTorch all-reduces and drops the rest, which is twice as much.
     in_replica = (shards - 1) / shards * (gathered + 2 * whole)
-    between = 2 * (replicas - 1) / replicas * whole / shards
+    between = 2 * (replicas - 1) / replicas * whole / shards / (LOCAL_STEPS if strategy == "DILOCO" else 1)
     return in_replica + between, (in_replica if shards > on_node else 0) + between * min(shards, on_node)
 
 
 def count_bytes(options: argparse.Namespace, world: common.World) -> None:
     """Print the first table. One of four processes."""
-    rows = []
-    for strategy, micro_batches in itertools.product(lm_multinode.RESHARD, (1, 4)):
+    rows, counter = [], Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes")
+    strategies = [name for name in lm_multinode.RESHARD if name != "DILOCO" or options.fsdp_version == 2]
+    for strategy, micro_batches in itertools.product(strategies, (1, 4)):
         flags = ["--model", options.model, "--fsdp-version", options.fsdp_version, "--sharding-strategy", strategy]
         sys.argv = ["", *map(str, [*FLAGS, *flags, "--global-batch-size", world.size * micro_batches])]
         args = lm_multinode.parse_args()
@@ -66,15 +68,26 @@ def count_bytes(options: argparse.Namespace, world: common.World) -> None:
         model, optimizer = lm_multinode.build(args, world, config)
         tokens = torch.full((1, args.seq_length), world.rank)
         batches = itertools.repeat(({"input_ids": tokens, "labels": tokens}, None))
-        counts = []
-        for _ in range(4):  # the first step is not counted: it connects
-            dist.barrier()  # nobody sends while the counters are read, but for the barrier's few bytes
-            counts.append(int(Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes").read_text()))
+        outer = lm_multinode.Outer(args, world, model) if strategy == "DILOCO" else None
+
+        def count(function, *arguments) -> float:
+            """Bytes that leave this node in a call. Nobody else sends meanwhile, but for the barriers' few bytes."""
             dist.barrier()
-            lm_multinode.train_step(args, world, model, optimizer, batches)
-        del model, optimizer
+            before = int(counter.read_text())
+            dist.barrier()
+            function(*arguments)
+            dist.barrier()
+            return int(counter.read_text()) - before
+
+        step = (lm_multinode.train_step, args, world, model, optimizer, batches)
+        crossed = [count(*step) for _ in range(3)]  # the first step is not counted: it connects
+        crossed = (crossed[1] + crossed[2]) / 2
+        if outer:
+            outer.step()
+            crossed += count(outer.step) / LOCAL_STEPS
+        del model, optimizer, outer, step
         gc.collect()
-        crossed = common.sum_over_ranks(torch.tensor((counts[3] - counts[1]) / 2)) / world.size / 1e6
+        crossed = common.sum_over_ranks(torch.tensor(crossed)) / world.size / 1e6
         formula = bytes_sent(config, strategy, micro_batches, world.size, world.local_size)[1] / 1e6
         rows.append({"strategy": strategy, "micro-batches": micro_batches, "MB that crossed": crossed})
         rows[-1] |= {"MB by the formula": formula, "ratio": crossed / formula}
@@ -99,8 +112,8 @@ def main(nodes, folder: Path, options: argparse.Namespace) -> None:
     print(f"{versions}, 2 nodes of 2 processes, FSDP{options.fsdp_version}, fp32\n", flush=True)
     print(launch(nodes, "tests/benchmarks/lm_communication.py", *flags), flush=True)
     seconds: dict[str, dict[str, list[float]]] = {}
-    for turn, (link, rate) in itertools.product(range(options.turns), LINKS.items()):
-        nodes.limit(rate)
+    for turn, link in itertools.product(range(options.turns), options.links):
+        nodes.limit(rate := LINKS[link])
         output = folder / f"{turn} {rate}"
         compare = ["--compare-strategies", "--global-batch-size", 4, "--output-dir", output]
         launch(nodes, "lm_multinode.py", *FLAGS, *flags, *compare)
@@ -118,6 +131,7 @@ def main(nodes, folder: Path, options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3, help="turns of each speed, 0 for bytes only")
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     parser.add_argument("--fsdp-version", type=int, choices=(1, 2), default=2)
     parser.add_argument("--model", help=argparse.SUPPRESS)  # for the processes on the nodes
     parsed = parser.parse_args()
