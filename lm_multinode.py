@@ -1,7 +1,8 @@
 """How do I pretrain a language model on many nodes, and which sharding strategy do I pick?
 
 Pretrains a Llama on full sequences of text with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`), under each
-of FSDP's five strategies. Without flags it needs no download: a tiny Llama learns Python's own reference.
+of FSDP's five strategies, or with DiLoCo where links are slow. Without flags it needs no download: a tiny Llama learns
+Python's own reference.
 
     python lm_multinode.py                                  # one process for each GPU, or two on the CPU
     python lm_multinode.py --num-processes 4 --compare-strategies --shards-per-replica 2    # which one is fastest here?
