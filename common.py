@@ -253,17 +253,22 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return peaks
 
 
-def describe_size(num_parameters: int, shards: int, world: World, copies: int = 4) -> str:
-    """What each process will hold of a model, and the memory that there is for it.
+def describe_size(num_parameters: int, shards: int, world: World, copies: int = 4, offload: bool = False) -> str:
+    """What each process will hold of a model, and the memory that there is for it, on the CPU with `offload`.
 
-    AdamW in fp32 takes four `copies` of a parameter, 4 bytes each: weight, gradient, two moments.
+    AdamW in fp32 takes four `copies` of a parameter, 4 bytes each: weight, gradient, two moments. Raises UserError
+    where these alone do not fit.
     """
-    held = 4 * copies * num_parameters / shards / 2**30
-    if world.device.type in ("cuda", "xpu"):
+    if world.device.type in ("cuda", "xpu") and not offload:
         memory = torch.accelerator.get_memory_info(world.device)[1]
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
-    return f"{num_parameters:,} parameters, {held:.3f} GB of state in each process, of {memory / 2**30:.0f} GB memory"
+    held = 4 * copies * num_parameters / shards
+    size = f"{num_parameters:,} parameters, {held / 2**30:.3f} GB of state in each process, of {memory / 2**30:.0f} GB"
+    if held > memory:
+        needed = math.ceil(shards * held / memory)
+        raise UserError(f"this does not fit: {size}; shard over {needed} processes or more, or try --cpu-offload")
+    return size
 
 
 class Log:

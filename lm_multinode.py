@@ -488,7 +488,7 @@ def main(args, world) -> None:
     fsdp = f"FSDP{args.fsdp_version}, {args.sharding_strategy}, replicas x shards: {world.size // shards} x {shards}"
     log.say(f"fsdp     {fsdp}, {precision}")
     num_parameters, copies = empty_model(config).num_parameters(), 6 if args.sharding_strategy == "DILOCO" else 4
-    log.say(f"model    {args.model}, {common.describe_size(num_parameters, shards, world, copies)}")
+    log.say(f"model    {args.model}, {common.describe_size(num_parameters, shards, world, copies, args.cpu_offload)}")
     log.say(f"data     {args.dataset[0]}, {source.num_shards} files, {len(sequences)} sequences to validate")
     common.limit_waits()
     if args.compare_strategies:

@@ -320,7 +320,8 @@ def main(args, world) -> None:
     log.say(f"run      {world.size} processes on {world.device.type}, {versions}, {log.run}")
     precision = f"{args.precision}{', TF32' if torch.get_float32_matmul_precision() == 'high' else ''}"
     log.say(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {precision}")
-    log.say(f"model    {args.model}, {common.describe_size(empty_model(config).num_parameters(), world.size, world)}")
+    num_parameters, offload = empty_model(config).num_parameters(), args.cpu_offload
+    log.say(f"model    {args.model}, {common.describe_size(num_parameters, world.size, world, offload=offload)}")
     log.say(f"data     {args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate")
     mesh = init_device_mesh(world.device.type, (world.size,))
     model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, config)

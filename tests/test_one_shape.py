@@ -107,7 +107,11 @@ def test_every_flag_is_read(script, monkeypatch):
     """In the script, or in common.py; a flag that nobody reads would do nothing."""
     names = set()
     for node in [*ast.walk(tree_of(script)), *ast.walk(tree_of("common"))]:
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("args", "self.args") and isinstance(node.ctx, ast.Load):
+        if (
+            isinstance(node, ast.Attribute)
+            and ast.unparse(node.value) in ("args", "self.args")
+            and isinstance(node.ctx, ast.Load)
+        ):
             names.add(node.attr)
     unread = {name.replace("-", "_") for name in flags(script, monkeypatch)} - names
     assert not unread
