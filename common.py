@@ -366,7 +366,7 @@ def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: 
             # Loading into a model of fewer parameters would succeed, in silence.
             shapes = {f"{weights}.{name}": weight.shape for name, weight in state[weights].items()}
             if shapes != {name: entry.size for name, entry in saved.items() if name.startswith(f"{weights}.")}:
-                raise UserError(f"{path} is of another model, or of DILOCO; resume with what it was made with")
+                raise UserError(f"{path} is of another model or strategy; resume with the one it was made with")
             if f"{mine}.cpu" not in saved:  # saved by another number of processes: dropout draws anew
                 if outer:
                     raise UserError(f"{path} was made by more or fewer processes, which DILOCO's replicas cannot join")

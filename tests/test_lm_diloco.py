@@ -145,7 +145,7 @@ def test_what_it_cannot_do_is_one_sentence(runs, tmp_path):
     as_forks = [
         ((*base, *TWO, *resume("DILOCO", "fewer")), 2, "more or fewer processes, which DILOCO's replicas cannot join"),
         ((*base, *FOUR, *resume("DILOCO", "four")), 4, "was made with --shards-per-replica 2"),
-        ((*base, *resume("FULL_SHARD", "other")), 4, "of another model, or of DILOCO"),
+        ((*base, *resume("FULL_SHARD", "other")), 4, "of another model or strategy"),
         ((*base, "--fsdp-version", 1, *output), 2, "DILOCO needs --fsdp-version 2"),
         ((*base, "--validate-every", 4, *output), 2, "--validate-every must be a multiple of --local-steps"),
     ]
