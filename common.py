@@ -358,8 +358,8 @@ def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: 
         weights, moments, mine = state  # their names
         try:
             progress = json.loads((path / "progress.json").read_text())
-            if changed := [name for name in settings if progress["settings"][name] != settings[name]]:
-                flag, before = f"--{changed[0].replace('_', '-')}", progress["settings"][changed[0]]
+            if changed := [name for name in settings if progress["settings"].get(name) != settings[name]]:
+                flag, before = f"--{changed[0].replace('_', '-')}", progress["settings"].get(changed[0])
                 text = f"was made with {flag} {before}, on which its weights, data or learning rates depend"
                 raise UserError(f"{path} {text}; resume with it, or choose another --output-dir")
             saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -393,9 +393,11 @@ def load_weights(model: torch.nn.Module, whole: torch.nn.Module | None, world: W
     model.to_empty(device="cpu" if offload else world.device)
     options = sd.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     sd.set_model_state_dict(model, whole.state_dict() if whole else {}, options=options)
-    # to_empty has emptied the buffers too, and a state dict does not hold them all: positions, for example.
-    dist.broadcast_object_list(buffers := [list(whole.buffers()) if whole else None])
-    for empty, values in zip(model.buffers(), buffers[0], strict=True):
+    # to_empty has emptied the buffers too, and a state dict does not hold them all: positions, for example. Nor is a
+    # config all that a folder says about generate().
+    dist.broadcast_object_list(others := [(list(whole.buffers()), whole.generation_config) if whole else None])
+    buffers, model.generation_config = others[0]
+    for empty, values in zip(model.buffers(), buffers, strict=True):
         empty.data = values.to(world.device)
 
 

@@ -141,21 +141,27 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
     )
 
 
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """Each becomes a unit. For another architecture this is the place to change."""
+    return model.model.layers
+
+
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     """torch.compile and activation checkpointing, layer by layer and before sharding. Returns the layers."""
-    layers = list(model.model.layers)
+    layers = list(layers_of(model))
     for layer in layers if args.compile else ():
         layer.compile()  # FSDP's hooks stay outside the graphs
     if args.activation_checkpointing:  # the wrapper becomes the unit, so that recomputing gathers nothing again
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-    return model.model.layers
+    return layers_of(model)
 
 
 def build(args, world, config) -> tuple:
     """The sharded model and its optimizer, which must see the shards."""
     model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, config)
-    norms = [p for name, p in model.named_parameters() if "norm" in name]
-    matrices = [p for name, p in model.named_parameters() if "norm" not in name]
+    norms, matrices = [], []  # norms and biases
+    for name, parameter in model.named_parameters():
+        (norms if re.search(r"norm|\.ln_|bias$", name) else matrices).append(parameter)
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": norms, "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
@@ -226,7 +232,7 @@ PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362,
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer and casts what it gathers."""
     if args.model not in MODELS:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()  # it comes in eval()
+        return AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=torch.float32).train()
     torch.manual_seed(args.seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -242,11 +248,11 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
     try:
         with common.first_on_node(world):
             config = None if args.model in MODELS else AutoConfig.from_pretrained(args.model)
-            if config and not hasattr(empty_model(config).base_model, "layers"):
-                raise ValueError("it has no layers where Llama has them; prepare_layers is the place to change")
+            if config:
+                layers_of(empty_model(config))
             name = args.tokenizer or (args.model if config else None)
             tokenizer = AutoTokenizer.from_pretrained(name) if name else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         names = f"--model {args.model} or --tokenizer {args.tokenizer}"
         way = "; then run `hf auth login`, or take another --tokenizer" if "gated" in str(error) else ""
         raise common.UserError(f"{names} cannot be used: {error}{way}") from error

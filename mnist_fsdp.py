@@ -204,8 +204,6 @@ COLUMNS |= {"loss": "7.4f", "test_loss": "9.4f", "accuracy": "8.4f", "samples/s"
 def main(args, world) -> None:
     if world.device.type == "xpu":
         raise common.UserError("Intel GPUs need a few changes, which mnist_fsdp_xpu.py has; start that")
-    if sys.platform == "linux":  # M_MMAP_THRESHOLD: freed tensors leave the process, so its peak counts what it holds
-        ctypes.CDLL(None).mallopt(-3, 2**16)
     log = common.Log(world.rank, args.output_dir, **COLUMNS)
     train_set, test_set = load_digits(args, world)
     fsdp = f"FSDP{args.fsdp_version} FULL_SHARD" if args.mode == "fsdp" else "no FSDP"
@@ -221,6 +219,9 @@ def main(args, world) -> None:
         images = Subset(train_set, range(min(1280, len(train_set)))) if few else train_set
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
+        if network != "shallow" and sys.platform == "linux":
+            # M_MMAP_THRESHOLD: freed tensors leave the process, so its peak counts what it holds. It takes time.
+            ctypes.CDLL(None).mallopt(-3, 2**16)
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
         model = NETWORKS[network]()
         if args.mode == "local":

@@ -40,8 +40,7 @@ from torch.utils.data import DataLoader
 
 import transformers
 from rouge_score.rouge_scorer import RougeScorer
-from transformers import AutoConfig, AutoTokenizer, DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration
-from transformers.models.t5.modeling_t5 import T5Block
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, T5Config
 
 import common
 
@@ -96,9 +95,9 @@ def shard_with_fsdp1(args, world, mesh, config) -> nn.Module:
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     return FSDP(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({type(prepare_blocks(args, model)[0])}),
+        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in prepare_blocks(args, model)}),
         sharding_strategy=STRATEGIES[args.sharding_strategy][0],
-        mixed_precision=MixedPrecision(param_dtype, reduce_dtype, buffer_dtype=param_dtype, cast_forward_inputs=True),
+        mixed_precision=MixedPrecision(param_dtype, reduce_dtype, torch.float32, cast_forward_inputs=True),
         backward_prefetch=PREFETCH[args.backward_prefetch],
         cpu_offload=CPUOffload(offload_params=args.cpu_offload),
         device_id=world.device,
@@ -107,14 +106,20 @@ def shard_with_fsdp1(args, world, mesh, config) -> nn.Module:
     )
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Each becomes a unit. For another architecture this is the place to change."""
+    return [*model.encoder.block, *model.decoder.block]
+
+
 def prepare_blocks(args, model: nn.Module) -> list[nn.Module]:
     """torch.compile and activation checkpointing, block by block and before sharding. Returns the blocks."""
     torch._dynamo.config.recompile_limit = 32  # first and other blocks, encoder and decoder, training and not
-    for block in (*model.encoder.block, *model.decoder.block) if args.compile else ():
+    blocks = blocks_of(model)
+    for block in blocks if args.compile else ():
         block.compile(dynamic=True)  # FSDP's hooks stay outside the graphs
     if args.activation_checkpointing:  # the wrapper becomes the unit, so that recomputing gathers nothing again
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, T5Block))
-    return [*model.encoder.block, *model.decoder.block]
+        apply_activation_checkpointing(model, check_fn=lambda module: module in blocks)
+    return blocks_of(model)
 
 
 def train_step(args, world, model, optimizer, scaler, batch) -> torch.Tensor:
@@ -155,6 +160,11 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
+def learning_rate(args, step: int, done: float) -> float:
+    """Of step 1, 2, ..., before which `done` epochs are done, 1.5 for example: --gamma lowers it after each epoch."""
+    return args.lr * args.gamma ** int(done)
+
+
 @torch.compiler.set_stance("force_eager")  # with --compile: a graph for every length of a summary is not worth it
 def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     """Greedy summaries. On all ranks together: `synced_gpus` keeps those gathering that have finished their own."""
@@ -162,24 +172,28 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     if args.fsdp_version == 2:
         return model.generate(**inputs, **options)
-    with FSDP.summon_full_params(model, recurse=False, writeback=False):  # generate() bypasses the root's forward()
+    # generate() bypasses the root's forward(), so the root's parameters are gathered here, in fp32.
+    dtype = PRECISIONS[args.precision][0]
+    cast = torch.autocast(batch["input_ids"].device.type, dtype, enabled=dtype != torch.float32)
+    with cast, FSDP.summon_full_params(model, recurse=False, writeback=False):
         return model.module.generate(**inputs, **options)
 
 
 # ---- Model and data --------------------------------------------------------------------------------------------
-def load_model(args, config: T5Config) -> T5ForConditionalGeneration:
+def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer and casts what it gathers."""
     if args.model != "builtin":
-        return T5ForConditionalGeneration.from_pretrained(args.model, dtype=torch.float32).train()  # it comes in eval()
+        model = AutoModelForSeq2SeqLM.from_pretrained(args.model, config=config, dtype=torch.float32)
+        return model.train()  # it comes in eval()
     torch.manual_seed(args.seed)
-    return T5ForConditionalGeneration(config)
+    return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
 
 
-def empty_model(config: T5Config) -> T5ForConditionalGeneration:
+def empty_model(config) -> nn.Module:
     """The model on the meta device: shapes, no memory."""
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(config)
-        if not config.scale_decoder_outputs:  # FLAN-T5: an output layer of its own
+        model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+        if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5: an output layer of its own
             model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     return model
 
@@ -198,7 +212,7 @@ def load_config_and_tokenizer(args, world, articles) -> tuple:
     except (OSError, ValueError) as error:
         raise common.UserError(f"--model {args.model} cannot be read: {error}") from error
     if config.model_type != "t5":
-        raise common.UserError(f"--model {args.model} is a {config.model_type}; T5Block is what this script shards")
+        raise common.UserError(f"--model {args.model} is a {config.model_type}; blocks_of says what is sharded")
     return config, tokenizer
 
 
@@ -352,13 +366,14 @@ def main(args, world) -> None:
     window = torch.zeros(3, device=world.device)  # since the last row: summed loss, target tokens, all tokens
     for epoch in range(progress["epoch"], args.epochs + 1):
         progress["epoch"] = epoch
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * args.gamma ** (epoch - 1)
         steps = epoch_steps(lengths, args, world, epoch)[progress["samples"] // step_size :]
         steps = steps[: max(0, args.max_steps - progress["step"])] if args.max_steps else steps
         began = time.perf_counter()
         batches = load(train_set, steps, collate, world)
         for number, batch in enumerate(log.bar(batches, f"epoch {epoch}", len(steps)), 1):
+            for group in optimizer.param_groups:
+                done = epoch - 1 + progress["samples"] / len(lengths)
+                group["lr"] = learning_rate(args, progress["step"] + 1, done)
             result = train_step(args, world, model, optimizer, scaler, batch)
             window += result[:3]  # stays on the device: reading a number would make the host wait in every step
             progress["step"] += 1

@@ -4,6 +4,7 @@ import gc
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,7 @@ def observe(world, *arguments):
 
 
 world = common.setup(None)
-t5_fsdp.T5ForConditionalGeneration = WithBuffers
+t5_fsdp.AutoModelForSeq2SeqLM = SimpleNamespace(from_config=lambda config, dtype: WithBuffers(config))
 load_model = t5_fsdp.load_model
 results = [observe(world, *arguments) for arguments in json.loads(sys.argv[1])]
 if world.rank == 0:

@@ -201,7 +201,7 @@ def test_what_cannot_be_resumed_is_one_sentence(copy, shared, tmp_path):
         model = make_model(tmp_path / f"model-{len(cases)}", **changes)
         progress = other / "checkpoints" / KEPT[1] / "progress.json"
         progress.write_text(progress.read_text().replace(shared[1], str(model)))
-        cases["--model", model, "--output-dir", other, "--resume"] = "step-0000015 is of another model or strategy; resume with"
+        cases["--model", model, "--output-dir", other, "--resume"] = "is of another model or strategy; resume with"
     as_forks = [((*shared, *arguments, "--num-processes", 1), None, sentence) for arguments, sentence in cases.items()]
     check_bad_input("t5_fsdp.py", [], as_forks)
     assert sorted(path.name for path in (folder / "checkpoints").glob("*")) == KEPT

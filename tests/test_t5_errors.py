@@ -47,7 +47,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
     as_forks += [
         ((*usual, *arguments), None, pattern)
         for arguments, pattern in (
-            (("--model", bert, *here), "is a bert; T5Block is what this script shards"),
+            (("--model", bert, *here), "is a bert; blocks_of says what is sharded"),
             (("--model", t5, *here), "unnamed"),
             (("--model", tmp_path, *here), "config.json"),
             (("--model", "someone/absent", *here), "someone/absent"),

@@ -1,0 +1,355 @@
+"""docs/your-model-and-data.md: every diff applies to the scripts, and what they then do is what the page says."""
+
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+
+import numpy as np
+import pytest
+from conftest import ROOT, make_model, records, succeed, write_csv
+from test_t5_data import load
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BartConfig,
+    DataCollatorForSeq2Seq,
+    GPT2Config,
+    GPT2LMHeadModel,
+    M2M100Config,
+)
+
+import common
+import lm_multinode
+import t5_fsdp
+
+PAGE = (ROOT / "docs" / "your-model-and-data.md").read_text()
+DIFFS = {
+    title: diff
+    for title, text in re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", PAGE, re.M | re.S)
+    for diff in re.findall(r"^```diff\n(.+?)^```$", text, re.M | re.S)
+}
+SEQ2SEQ, METRIC, SCHEDULE, GPT2, BOARD = DIFFS
+
+# What run_many.py runs for a script: the script, and what each process's model is at each validation.
+OBSERVER = """
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+import {script} as script
+
+validate, main, parse_args = script.validate, script.main, script.parse_args
+
+
+def observe(args, world, model, *rest):
+    units = sum(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules())
+    seen = {{"units": units, "buffers": [buffer.clone() for buffer in model.buffers()]}}
+    torch.save(seen, args.output_dir / f"seen-{{world.rank}}.pt")
+    return validate(args, world, model, *rest)
+
+
+script.validate = observe
+"""
+
+
+def patched(folder, *titles):
+    """A user's copy of the scripts, with these diffs."""
+    (folder / "tests").mkdir(parents=True)
+    for path in (*ROOT.glob("*.py"), ROOT / "tests" / "run_many.py"):
+        shutil.copy(path, folder / path.relative_to(ROOT))
+    for title in titles:
+        [name] = re.findall(r"^\+\+\+ b/(.+)", DIFFS[title], re.M)
+        before = (folder / name).read_text()
+        finished = subprocess.run(["git", "apply"], input=DIFFS[title], capture_output=True, text=True, cwd=folder)
+        assert finished.returncode == 0, f"{title}\n{finished.stderr}"
+        assert (folder / name).read_text() != before  # git skips what is not below its folder, in silence
+    for script in ("t5_fsdp", "lm_multinode"):
+        (folder / f"observed_{script}.py").write_text(OBSERVER.format(script=script))
+    return folder
+
+
+def launch(folder, script, settings, processes):
+    """Run the copy's script once for each list of arguments, in one launch. Returns what is printed."""
+    settings = [[str(argument) for argument in arguments] for arguments in settings]
+    arguments = (f"observed_{script}", json.dumps(settings))
+    return succeed(folder / "tests" / "run_many.py", *arguments, processes=processes, fork=True).stdout
+
+
+def train(script, title, arguments, processes, root):
+    """Train with this diff in both versions, on two processes also recomputing and in bf16: {name: output folder}.
+
+    One run of FSDP2 saves its model.
+    """
+    names = {f"fsdp{version}": ["--fsdp-version", version] for version in (1, 2)}
+    if processes == 2:
+        names |= {f"{name} recomputing": [*version, "--activation-checkpointing"] for name, version in names.items()}
+        names |= {f"{name} bf16": [*names[name], "--precision", "bf16"] for name in ("fsdp1", "fsdp2")}
+    settings = [
+        [*arguments, *more, "--output-dir", root / name, "--save-model" if name == "fsdp2" else "--no-save-model"]
+        for name, more in names.items()
+    ]
+    shared = ["--precision", "fp32", "--log-every", 1]
+    launch(patched(root / "copy", title), script, [[*shared, *setting] for setting in settings], processes)
+    return {name: root / name for name in names}
+
+
+def train_plainly(optimizer, losses, schedule=lambda step: 1e-3):
+    """Steps on these losses, one after another, without FSDP: losses and gradient norms."""
+    [*parameters] = (p for group in optimizer.param_groups for p in group["params"])
+    values, norms = [], []
+    for step, loss_of in enumerate(losses, 1):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        loss = loss_of()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 1.0).item())
+        optimizer.step()
+        values.append(loss.item())
+    assert values[-1] < values[0]
+    return values, norms
+
+
+def assert_equal(folder, plain):
+    steps = records(folder, "loss")
+    exact = {"rel": 0.02} if "bf16" in folder.name else {"abs": 1e-5}
+    assert [step["loss"] for step in steps] == pytest.approx(plain[0], **exact), folder.name
+    assert [step["grad_norm"] for step in steps] == pytest.approx(plain[1], **exact), folder.name
+
+
+@pytest.mark.parametrize("title", DIFFS)
+def test_every_diff_applies_and_leaves_no_name_undefined(title, tmp_path):
+    folder = patched(tmp_path / "copy", title)
+    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", ROOT / "pyproject.toml"]
+    ruff += ["--ignore", "I001,F401"]
+    finished = subprocess.run([*ruff, *folder.glob("*.py")], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout
+
+
+def test_the_places_that_the_table_names_are_there():
+    rows = re.findall(r"^\| `(\w+)\.py` \|(.+)", PAGE, re.M)
+    assert len(rows) == 4
+    for script, cells in rows:
+        text = (ROOT / f"{script}.py").read_text()
+        for name in re.findall(r"`(.+?)`", cells):
+            module, _, function = name.rpartition(".")
+            assert function in ((ROOT / f"{module}.py").read_text() if module else text), (script, name)
+
+
+# ---- T5 script: BART and M2M100 --------------------------------------------------------------------------------
+GLOBAL_BATCH, STEPS, SOURCE, SUMMARY, LAYERS = 8, 4, 40, 12, 2
+CONFIGS = {"bart": BartConfig, "m2m_100": M2M100Config}
+
+
+def save(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request, tiny_model, tmp_path_factory):
+    """A pretrained model as it may come: in fp16, with LayerDrop, with a buffer that has been trained."""
+    sizes = {"d_model": 32, "vocab_size": 1024, "max_position_embeddings": 64}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": LAYERS, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 64}
+        sizes |= {f"{part}_layerdrop": 0.5}
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "decoder_start_token_id": 1}
+    off = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(CONFIGS[request.param](**sizes, **special, **off))
+    if request.param == "bart":
+        model.final_logits_bias.normal_()
+    return save(model.half(), tiny_model, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def plain(folder, articles_csv):
+    """Losses and gradient norms without FSDP, by the model's own loss; the model, and the batch of the next step."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    articles = load(articles_csv)[0]
+    texts = tokenizer(["summarize: " + text for text in articles["text"]], max_length=SOURCE, truncation=True)
+    labels = tokenizer(articles["summary"][:], max_length=SUMMARY, truncation=True)
+    pairs = zip(texts["input_ids"], labels["input_ids"], strict=True)
+    samples = [{"input_ids": text, "labels": label} for text, label in pairs]
+    off = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32, **off).train()
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    args, world = Namespace(batch_size=GLOBAL_BATCH, accumulation_steps=1, seed=1), common.World(0, 0, 1, 1, "cpu")
+    steps = t5_fsdp.epoch_steps(lengths, args, world, epoch=1)[: STEPS + 1]
+    collate = DataCollatorForSeq2Seq(tokenizer)
+    *batches, following = (collate([samples[number] for number in step]) for step in steps)
+    losses = [lambda batch=batch: model(**batch).loss for batch in batches]
+    return train_plainly(torch.optim.AdamW(model.parameters()), losses), model, following
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bart_and_m2m100_train_as_a_plain_loop_does(folder, plain, articles_csv, processes, tmp_path):
+    arguments = ["--model", folder, "--dataset", articles_csv, "--num-train-samples", 0, "--max-steps", STEPS]
+    arguments += ["--batch-size", GLOBAL_BATCH // processes, "--num-validation-samples", 4]
+    arguments += ["--max-source-length", SOURCE, "--max-target-length", SUMMARY]
+    runs = train("t5_fsdp", SEQ2SEQ, arguments, processes, tmp_path)
+    curve, model, following = plain
+    # What the model makes when it is built, but BART's bias, which is a weight in all but name.
+    made = [*AutoModelForSeq2SeqLM.from_config(model.config).buffers()]
+    if model.config.model_type == "bart":
+        made = [AutoModelForSeq2SeqLM.from_pretrained(folder).final_logits_bias.float()]
+    assert made and all(buffer.std() > 0.5 for buffer in made)
+    for name, run in runs.items():
+        assert_equal(run, curve)
+        for rank in range(processes):
+            seen = torch.load(run / f"seen-{rank}.pt")
+            assert seen["units"] == 2 * LAYERS + 1, name
+            assert len(seen["buffers"]) == len(made) and all(map(torch.equal, seen["buffers"], made)), name
+    exported = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "fsdp2" / "best")
+    assert exported(**following).loss.item() == pytest.approx(model(**following).loss.item(), abs=1e-5)
+
+
+# ---- T5 script: a CSV, a metric, a schedule --------------------------------------------------------------------
+WARMUP, EPOCHS = 6, 2
+STOPS = {1: (14, 0), 2: (5, 14, 0)}  # of each version: in the second epoch, in the warm-up; 0: at the end
+
+
+@pytest.fixture(scope="module")
+def csv(tmp_path_factory):
+    """200 rows in other columns: 190 usable, of which the summaries of 20 are longer than the texts."""
+    rows = []
+    for number in range(200):
+        text = common.builtin_article(number)["text"]
+        abstract = "Peel the beans." if number % 4 == 0 else "Wash the tomatoes."
+        if number < 20:
+            text = abstract[:-1] if number % 2 else abstract[:10]
+        rows.append({"body": "" if 20 <= number < 30 else text, "abstract": abstract})
+    return write_csv(tmp_path_factory.mktemp("csv") / "my.csv", rows)
+
+
+@pytest.fixture(scope="module")
+def runs(csv, tmp_path_factory):
+    """For each version a run with both diffs, and one that is stopped twice; what they printed."""
+    root = tmp_path_factory.mktemp("runs")
+    [command] = re.findall(r"^python t5_fsdp.py (--dataset my.csv .+)", PAGE, re.M)
+    arguments = shlex.split(command.replace("my.csv", str(csv)))
+    arguments += ["--model", make_model(root / "model", dropout=0.1), "--precision", "fp32", "--batch-size", 8]
+    arguments += ["--lr", 0.01, "--warmup-steps", WARMUP, "--epochs", EPOCHS, "--log-every", 1]
+    arguments += ["--max-source-length", SOURCE, "--max-target-length", SUMMARY, "--checkpoint-every", 100]
+    settings = []
+    for version in (1, 2):
+        versioned = [*arguments, "--fsdp-version", version, "--save-model" if version == 2 else "--no-save-model"]
+        settings.append([*versioned, "--output-dir", root / f"whole{version}"])
+        for stop in STOPS[version]:
+            settings.append([*versioned, "--output-dir", root / f"parts{version}", "--max-steps", stop, "--resume"])
+    return root, launch(patched(root / "copy", METRIC, SCHEDULE), "t5_fsdp", settings, 2)
+
+
+def test_the_flags_read_another_csv(runs, csv):
+    [train, validation] = map(int, re.search(r"^data .*, (\d+) articles .*, (\d+) to validate", runs[1], re.M).groups())
+    assert train + validation == 190
+    assert sum(map(len, load(csv, text="body", summary="abstract"))) == 170  # without --max-summary-share
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_linear_schedule_is_followed_and_a_resumed_run_repeats_it(runs, csv, version):
+    whole, parts = (records(runs[0] / f"{name}{version}", "loss") for name in ("whole", "parts"))
+    samples = len(load(csv, text="body", summary="abstract", longest=2)[0])
+    steps = samples // 16
+    assert [row["step"] for row in whole] == list(range(1, EPOCHS * steps + 1))
+    done = [(step // steps + step % steps * 16 / samples) / EPOCHS for step in range(EPOCHS * steps)]
+    expected = [0.01 * min(step / WARMUP, 1 - part) for step, part in enumerate(done, 1)]
+    assert [row["lr"] for row in whole] == pytest.approx(expected)
+    assert max(expected) > 0.008 and expected[WARMUP - 1 :] == sorted(expected[WARMUP - 1 :], reverse=True)
+    assert 0 < expected[-1] < 0.001
+    for name in ("step", "loss", "lr", "grad_norm"):
+        assert [row[name] for row in parts] == [row[name] for row in whole]
+
+
+def test_exact_match_is_the_share_of_equal_summaries(runs, csv):
+    root, printed = runs
+    before, *rows = records(root / "whole2", "val_loss")
+    best = min(rows, key=lambda row: row["val_loss"])
+    tokenizer = AutoTokenizer.from_pretrained(root / "whole2" / "best")
+    model = AutoModelForSeq2SeqLM.from_pretrained(root / "whole2" / "best").eval()
+    equal = []
+    for article in load(csv, text="body", summary="abstract", longest=2)[1]:
+        source = tokenizer("summarize: " + article["text"], max_length=SOURCE, truncation=True, return_tensors="pt")
+        written = model.generate(source["input_ids"], max_new_tokens=SUMMARY, do_sample=False)[0]
+        equal.append(tokenizer.decode(written, skip_special_tokens=True).strip() == article["summary"])
+    assert before["exact"] == 0 and 0 < best["exact"] < 1
+    assert best["exact"] == pytest.approx(sum(equal) / len(equal))
+    assert re.search(r"^epoch .* peak_gb +exact$", printed, re.M) and f"  {best['exact']:.4f}\n" in printed
+
+
+# ---- LM script: GPT-2 ------------------------------------------------------------------------------------------
+LENGTH, WARM, LM_STEPS = 32, 2, 6
+
+
+@pytest.fixture(scope="module")
+def gpt2(tiny_model, tmp_path_factory):
+    """No parameter is zero, so that weight decay of the wrong ones shows."""
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=1024, n_positions=64, n_embd=32, n_layer=LAYERS, n_head=4, eos_token_id=1, **off)
+    model = GPT2LMHeadModel(config)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return save(model, tiny_model, tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_gpt2_trains_as_a_plain_loop_does(gpt2, processes, tmp_path, monkeypatch):
+    arguments = ["--model", gpt2, "--seq-length", LENGTH, "--global-batch-size", 8, "--max-steps", LM_STEPS]
+    arguments += ["--warmup-steps", WARM, "--weight-decay", 1.0, "--num-validation-texts", 3]
+    runs = train("lm_multinode", GPT2, arguments, processes, tmp_path)
+    # The batches of all ranks together.
+    monkeypatch.setattr(sys, "argv", ["", *map(str, arguments), "--micro-batch-size", str(8 // processes)])
+    args, tokenizer = lm_multinode.parse_args(), AutoTokenizer.from_pretrained(gpt2)
+    source = lm_multinode.load_texts(args)[0]
+    worlds = [common.World(rank, rank, processes, processes, "cpu") for rank in range(processes)]
+    streams = [lm_multinode.Batches(args, world, source, tokenizer, {}) for world in worlds]
+    steps = itertools.islice(zip(*streams, strict=True), LM_STEPS + 1)
+    batches = [
+        [np.concatenate([batch[name] for batch, _ in step]) for name in ("input_ids", "labels")] for step in steps
+    ]
+    model = GPT2LMHeadModel.from_pretrained(gpt2).train()
+
+    def loss_of(model, batch):
+        inputs, labels = map(torch.from_numpy, batch)
+        return F.cross_entropy(model(inputs).logits.flatten(0, 1), labels.flatten())
+
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": 1.0}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    *losses, after = (lambda model=model, batch=batch: loss_of(model, batch) for batch in batches)
+    plain = train_plainly(optimizer, losses, lambda step: lm_multinode.learning_rate(args, step))
+    for name, run in runs.items():
+        assert_equal(run, plain)
+        assert torch.load(run / "seen-0.pt")["units"] == LAYERS + 1, name
+    exported = GPT2LMHeadModel.from_pretrained(runs["fsdp2"] / "model")
+    assert after(exported).item() == pytest.approx(after().item(), abs=1e-5)
+
+
+# ---- TensorBoard -----------------------------------------------------------------------------------------------
+def test_tensorboard_has_every_value(tiny_model, articles_csv, tmp_path):
+    if not find_spec("tensorboard"):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("tensorboard is not installed")
+    arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 16, "--batch-size", 8]
+    arguments += ["--epochs", 2, "--log-every", 1, "--max-target-length", SUMMARY, "--no-save-model"]
+    settings = [[*arguments, "--output-dir", tmp_path / "output"]]
+    launch(patched(tmp_path / "copy", BOARD), "t5_fsdp", settings, processes=1)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "output")).Reload()
+    names = {"loss", "val_loss", "rouge1", "rouge2", "rougeL", "grad_norm", "lr", "tokens/s", "peak_gb"}
+    assert set(board.Tags()["scalars"]) == names
+    for name in names:
+        shown, written = board.Scalars(name), records(tmp_path / "output", name)
+        assert len(written) >= 3 and [point.step for point in shown] == [row["step"] for row in written]
+        assert [point.value for point in shown] == pytest.approx([row[name] for row in written], rel=1e-6)
