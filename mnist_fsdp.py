@@ -111,9 +111,9 @@ class Network(nn.Module):
 
 
 NETWORKS = {
-    "shallow": functools.partial(Network, 128),
-    "deep": functools.partial(Network, 9000, 1000, 1000, 1000, 128),  # the notebook's: no activation between its layers
     "layers": functools.partial(Network, 1024, equal_layers=40),  # as in a transformer: no unit is much of the whole
+    "deep": functools.partial(Network, 9000, 1000, 1000, 1000, 128),  # the notebook's: no activation between its layers
+    "shallow": functools.partial(Network, 128),
 }
 
 
@@ -219,9 +219,10 @@ def main(args, world) -> None:
         images = Subset(train_set, range(min(1280, len(train_set)))) if few else train_set
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
-        if network != "shallow" and sys.platform == "linux":
-            # M_MMAP_THRESHOLD: freed tensors leave the process, so its peak counts what it holds. It takes time.
-            ctypes.CDLL(None).mallopt(-3, 2**16)
+        if sys.platform == "linux":
+            # M_MMAP_THRESHOLD: freed tensors leave the process, so that its peak counts what it holds. This takes time,
+            # and the shallow network's activations are large beside its parameters.
+            ctypes.CDLL(None).mallopt(-3, 2**25 if network == "shallow" else 2**16)
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
         model = NETWORKS[network]()
         if args.mode == "local":
