@@ -32,7 +32,7 @@ def world():
 def tables(stdout):
     """The tables that were printed, each with its header: the table of each half, and both side by side."""
     texts = re.split(r"^(?=network +mode)", stdout, flags=re.MULTILINE)[1:]
-    return [re.findall(r"^(?:network| *(?:shallow|deep) +(?:local|fsdp)) .*", text, re.MULTILINE) for text in texts]
+    return [re.findall(r"^(?:network| *(?:shallow|deep|layers) +(?:local|fsdp)) .*", text, re.MULTILINE) for text in texts]
 
 
 def test_both_halves_learn_the_digits_and_stand_side_by_side(tmp_path):
@@ -99,7 +99,7 @@ def test_comparison_of_all_networks(small_mnist, tmp_path):
     flags += ("--batch_size", 32, "--num_processes", 2, "--fsdp_version", 1, "--print_model", "--output_dir", tmp_path)
     finished = succeed("mnist_fsdp.py", *flags)
     rows = {(row["network"], row["mode"], row["processes"]): row for row in records(tmp_path, "loss")}
-    networks = {"shallow": 1_199_882, "deep": 94_104_234, "layers": 51_451_274}
+    networks = {"layers": 51_451_274, "deep": 94_104_234, "shallow": 1_199_882}
     assert list(rows) == [(name, mode, n) for mode, n in (("local", 1), ("fsdp", 2)) for name in networks]
     assert "70 images to train on, 100 to test" in finished.stdout
     of_local, of_fsdp, both = tables(finished.stdout)
@@ -113,10 +113,11 @@ def test_comparison_of_all_networks(small_mnist, tmp_path):
     assert finished.stdout.count("(fc1): FullyShardedDataParallel(") == 3
 
 
-def test_with_equal_layers_the_peak_of_a_process_falls_with_their_number(tmp_path):
+def test_with_equal_layers_the_peak_of_a_process_falls_with_their_number(small_mnist, tmp_path):
     peaks = {}
     for count in (1, 2, 4):
         options = ("--model", "layers", "--batch-size", 64 // count, "--num-train-samples", 128)
+        options += ("--dataset", "mnist", "--data-dir", small_mnist, "--epochs", 1)
         options += ("--mode", "fsdp" if count > 1 else "local", "--output-dir", tmp_path / str(count))
         succeed("mnist_fsdp.py", *options, "--num-processes", count, fork=True)
         [row] = records(tmp_path / str(count), "loss")
