@@ -32,7 +32,8 @@ def world():
 def tables(stdout):
     """The tables that were printed, each with its header: the table of each half, and both side by side."""
     texts = re.split(r"^(?=network +mode)", stdout, flags=re.MULTILINE)[1:]
-    return [re.findall(r"^(?:network| *(?:shallow|deep|layers) +(?:local|fsdp)) .*", text, re.MULTILINE) for text in texts]
+    row = r"^(?:network| *(?:shallow|deep|layers) +(?:local|fsdp)) .*"
+    return [re.findall(row, text, re.MULTILINE) for text in texts]
 
 
 def test_both_halves_learn_the_digits_and_stand_side_by_side(tmp_path):
@@ -115,7 +116,7 @@ def test_comparison_of_all_networks(small_mnist, tmp_path):
 
 def test_with_equal_layers_the_peak_of_a_process_falls_with_their_number(small_mnist, tmp_path):
     peaks = {}
-    for count in (1, 2, 4):
+    for count in (1, 4):
         options = ("--model", "layers", "--batch-size", 64 // count, "--num-train-samples", 128)
         options += ("--dataset", "mnist", "--data-dir", small_mnist, "--epochs", 1)
         options += ("--mode", "fsdp" if count > 1 else "local", "--output-dir", tmp_path / str(count))
@@ -123,8 +124,7 @@ def test_with_equal_layers_the_peak_of_a_process_falls_with_their_number(small_m
         [row] = records(tmp_path / str(count), "loss")
         assert row["state_gb"] == pytest.approx(16 * 51_451_274 / count / 2**30, rel=0.02)
         peaks[count] = row["peak_gb"]
-    # Between local training and 2, and between 2 and 4 processes, half of the state goes: 0.38 and 0.19 GB.
-    assert peaks[1] - peaks[2] > 0.15 and peaks[2] - peaks[4] > 0.08, peaks
+    assert peaks[1] - peaks[4] > 0.25, peaks  # three quarters of the state are 0.58 GB
 
 
 def test_settings_change_what_is_trained(small_mnist, tmp_path):
