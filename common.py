@@ -259,7 +259,8 @@ def describe_size(num_parameters: int, shards: int, world: World, copies: int = 
     AdamW in fp32 takes four `copies` of a parameter, 4 bytes each: weight, gradient, two moments. Raises UserError
     where these alone do not fit.
     """
-    if world.device.type in ("cuda", "xpu") and not offload:
+    on_device = world.device.type in ("cuda", "xpu") and not offload
+    if on_device:
         memory = torch.accelerator.get_memory_info(world.device)[1]
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
@@ -267,7 +268,8 @@ def describe_size(num_parameters: int, shards: int, world: World, copies: int = 
     size = f"{num_parameters:,} parameters, {held / 2**30:.3f} GB of state in each process, of {memory / 2**30:.0f} GB"
     if held > memory:
         needed = math.ceil(shards * held / memory)
-        raise UserError(f"this does not fit: {size}; shard over {needed} processes or more, or try --cpu-offload")
+        way = f"shard over {needed} processes or more{', or add --cpu-offload' if on_device else ''}"
+        raise UserError(f"this does not fit: {size}; {way}")
     return size
 
 

@@ -93,3 +93,43 @@ def test_a_folder_without_write_permission(tmp_path):
     finished = run("t5_fsdp.py", "--output-dir", tmp_path / "output", "--num-processes", 1, fork=True)
     assert finished.returncode == 2 and "Permission denied" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+def test_a_model_that_cannot_fit_is_said_with_what_would_make_it_fit(monkeypatch):
+    """T5-11B on four processes of a machine with 64 GB; on 16 it fits."""
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**24}[name])
+    world = common.World(0, 0, 4, 4, torch.device("cpu"))
+    with pytest.raises(common.UserError, match=r"42\.123 GB of state .* of 16 GB; shard over 11 processes or more"):
+        common.describe_size(11_307_321_344, 4, world)
+    assert "10.531 GB of state in each process, of 16 GB" in common.describe_size(11_307_321_344, 16, world)
+    assert "15.796 GB of state" in common.describe_size(11_307_321_344, 16, world, copies=6)  # DiLoCo's
+
+
+@pytest.mark.parametrize(
+    "kind, backends", [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), (None, "gloo")]
+)
+def test_tensors_of_the_cpu_have_a_backend_beside_those_of_the_device(kind, backends, monkeypatch):
+    """Without a name PyTorch takes that of the device alone, and every collective on the CPU fails."""
+    asked, before = {}, torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(common.dist, "init_process_group", lambda **options: asked.update(options))
+    common.setup(kind and torch.device(kind))
+    assert asked["backend"] == backends and asked["timeout"].total_seconds() == 3600
+    assert torch.get_float32_matmul_precision() == ("high" if kind else before)
+    torch.set_float32_matmul_precision(before)
+
+
+def test_collectives_wait_ten_minutes_once_data_is_prepared():
+    common.setup(None)
+    common.limit_waits()
+    gloo = common.dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    assert gloo.options._timeout.total_seconds() == 600
+    common.dist.destroy_process_group()
+
+
+def test_a_sentence_says_that_torchrun_tries_again(tmp_path):
+    restarts = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "1"}
+    flags = ("--dataset", tmp_path / "absent.csv", "--output-dir", tmp_path / "output", "--num-processes", 1)
+    finished = run("t5_fsdp.py", *flags, fork=True, **restarts)
+    assert finished.returncode == 2 and "(torchrun tries again, as --max-restarts says)" in finished.stderr
