@@ -10,7 +10,7 @@ with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`), and puts speed
 
 Follows the notebook fsdp_tutorial.ipynb of https://github.com/AllenInstitute/distributed-vae: its shallow network has
 1,199,882 parameters, its deep one 94,104,234, most of them in one layer. Where it departs: a third network has equal
-layers, losses are means over real samples (the notebook counts padding), both halves see the data in the same order,
+layers, each test image counts once (the notebook leaves some out), both halves see the data in the same order,
 memory is the peak of training (not read once, before backward), and FSDP2 is the default: FSDP1 is deprecated.
 """
 

@@ -5,7 +5,7 @@ flags it needs no download: a small T5 learns built-in articles in two minutes o
 
     python t5_fsdp.py                                       # one process for each GPU, or two on the CPU
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --dataset data/wikihowAll.csv \\
-        --num-train-samples 1500 --epochs 2 --batch-size 4 --lr 2e-3 --gamma 0.7    # the tutorial's recipe
+        --num-train-samples 1500 --epochs 2 --batch-size 4 --test-batch-size 4 --lr 2e-3 --gamma 0.7    # the tutorial's
     torchrun --nproc_per_node 8 t5_fsdp.py ... --checkpoint-every 500 --resume      # run again after any stop
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 t5_fsdp.py ...
 
