@@ -1,6 +1,6 @@
 """What the training scripts share: process group, metrics, checkpoints, and the data for summarization.
 
-Copy this file together with the script you start from. Nothing in it is about FSDP.
+Copy this file together with the script you start from. What is sharded, and how, is in the script.
 """
 
 import argparse
@@ -70,8 +70,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args([re.sub("^--[^=]+", lambda m: m[0].replace("_", "-"), a) for a in sys.argv[1:]])
 
     def error(self, message: str) -> NoReturn:
-        wrong = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
-        near = difflib.get_close_matches(wrong, self._option_string_actions, 1)
+        _, _, wrong = message.partition("unrecognized arguments: ")
+        near = difflib.get_close_matches(re.split(r"[= ]", wrong)[0], self._option_string_actions, 1)
         fail(f"{message} ({f'did you mean {near[0]}? ' if near else ''}--help lists every flag)")
 
 
@@ -473,6 +473,8 @@ def load_articles(name: str, columns: tuple[str, str], counts: tuple[int, int], 
             rows = datasets.load_dataset(kind, data_files=name, split="train")
         else:
             rows = datasets.load_dataset(*name.split(":"), split="train")
+        if not {*columns} <= {*rows.column_names}:
+            raise ValueError(f"its columns are {', '.join(rows.column_names)}")
         rows = rows.map(clean, remove_columns=rows.column_names)
     except (KeyError, ValueError, datasets.exceptions.DatasetsError) as error:
         flags = f"--text-column {columns[0]} and --summary-column {columns[1]}"

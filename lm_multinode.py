@@ -470,6 +470,8 @@ def main(args, world) -> None:
     columns = {"step": "6,d", "loss": "7.4f", "val_loss": "8.4f", "perplexity": "10,.1f", "grad_norm": "9.3f"}
     columns |= {"lr": "8.2e", "tokens/s": "9,.0f", "mfu": "6.1%", "peak_gb": "7.2f"}
     log = common.Log(world.rank, args.output_dir, **columns)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    log.say(f"run      {world.size} processes on {world.device.type}, {versions}, {log.run}")
     checkpoints = common.find_checkpoints(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
     if args.sharding_strategy == "DILOCO" and args.validate_every % args.local_steps:
@@ -488,8 +490,6 @@ def main(args, world) -> None:
     if not len(sequences):
         raise common.UserError("the held-out texts are less than one sequence; use more texts or a lower --seq-length")
     shards = num_shards(args, world)
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    log.say(f"run      {world.size} processes on {world.device.type}, {versions}, {log.run}")
     precision = f"{args.precision}{', TF32' if torch.get_float32_matmul_precision() == 'high' else ''}"
     fsdp = f"FSDP{args.fsdp_version}, {args.sharding_strategy}, replicas x shards: {world.size // shards} x {shards}"
     log.say(f"fsdp     {fsdp}, {precision}")

@@ -279,24 +279,19 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default="builtin", type=common.hub_or_folder, help="builtin, or any T5: a Hub name or a folder")
     add("--dataset", default="builtin", help="builtin; a .csv, .json, .jsonl or .parquet file; a Hub dataset id")
-    add("--text-column", default="text", help="of the articles")
-    add("--summary-column", default="headline", help="of their summaries")
-    add("--num-train-samples", default=8000, type=count, help="0 for all")
+    add("--text-column", default="text", help="column with the articles")
+    add("--summary-column", default="headline", help="column with their summaries")
+    add("--num-train-samples", default=8000, type=count, help="at most; 0 for all")
     add("--num-validation-samples", default=300, type=count, help="0 for all")
-    add(
-        "--max-summary-share",
-        default=0.75,
-        type=number,
-        help="of its text; a longer summary is left out, as in WikiHow",
-    )
+    add("--max-summary-share", default=0.75, type=number, help="drop summaries longer than this share of the text")
     add("--max-source-length", default=512, type=size, help="tokens kept of an article")
     add("--max-target-length", default=150, type=size, help="tokens kept of a summary, and generated at most")
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=4, type=size, help="passes over the articles")
-    add("--max-steps", default=0, type=count, help="stop after this many steps, 0 for all epochs")
+    add("--max-steps", default=0, type=count, help="stop after this many steps, with the same schedule; 0: never")
     add("--batch-size", default=16, type=size, help="articles that a process computes at once")
-    add("--accumulation-steps", default=1, type=size, help="such batches in a step")
-    add("--test-batch-size", default=32, type=size, help="the same in validation")
+    add("--accumulation-steps", default=1, type=size, help="batches per step")
+    add("--test-batch-size", default=32, type=size, help="articles per process in validation")
     add("--lr", default=1e-3, type=number, help="learning rate of AdamW")
     add("--gamma", default=0.8, type=number, help="factor on the learning rate after each epoch")
     add = parser.add_argument_group("FSDP").add_argument
@@ -319,6 +314,8 @@ def main(args, world) -> None:
     columns = {"epoch": "5d", "step": "6,d", "loss": "7.4f", "val_loss": "8.4f", "rouge1": "6.4f", "rouge2": "6.4f"}
     columns |= {"rougeL": "6.4f", "grad_norm": "9.3f", "lr": "8.2e", "tokens/s": "8,.0f", "peak_gb": "7.2f"}
     log = common.Log(world.rank, args.output_dir, **columns)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    log.say(f"run      {world.size} processes on {world.device.type}, {versions}, {log.run}")
     checkpoints = common.find_checkpoints(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
     with common.first_on_node(world):
@@ -329,9 +326,10 @@ def main(args, world) -> None:
     with common.first_on_node(world):
         train_set, validation_set = (part.map(tokenize, batched=True, fn_kwargs=options) for part in articles)
     lengths = torch.tensor([len(ids) for ids in train_set["input_ids"]])
+    step_size = args.batch_size * args.accumulation_steps * world.size
+    if len(lengths) < step_size:
+        raise common.UserError(f"{len(lengths)} articles do not fill a step of {step_size}; lower --batch-size")
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # to the longest of the batch; labels with -100
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    log.say(f"run      {world.size} processes on {world.device.type}, {versions}, {log.run}")
     precision = f"{args.precision}{', TF32' if torch.get_float32_matmul_precision() == 'high' else ''}"
     log.say(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {precision}")
     num_parameters, offload = empty_model(config).num_parameters(), args.cpu_offload
@@ -345,7 +343,6 @@ def main(args, world) -> None:
     scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
     scaler = scaler_class(world.device.type, enabled=args.precision == "fp16")
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    step_size = args.batch_size * args.accumulation_steps * world.size
     split = {"processes": world.size, "step_size": step_size}
     progress = {"epoch": 1, "step": 0, "samples": 0, "best_loss": math.inf, **split}  # samples: of this epoch
     fixed = ("model", "dataset", "num_train_samples", "max_source_length", "max_target_length", "seed", "lr", "gamma")
@@ -363,6 +360,7 @@ def main(args, world) -> None:
     stop = common.StopRequest()
     if args.run_validation and progress["step"] == 0:
         log.row(epoch=0, step=0, **validate(args, world, model, validation_set, collate, log)[0])
+    summaries, best = [], args.output_dir / "best"
     window = torch.zeros(3, device=world.device)  # since the last row: summed loss, target tokens, all tokens
     for epoch in range(progress["epoch"], args.epochs + 1):
         progress["epoch"] = epoch
@@ -401,14 +399,14 @@ def main(args, world) -> None:
             is_best = scores["val_loss"] < progress["best_loss"]
             progress["best_loss"] = min(scores["val_loss"], progress["best_loss"])
         if args.save_model and is_best:
-            common.export(model, tokenizer, args.output_dir / "best", world)
-            log.say(f"       best so far: saved to {args.output_dir / 'best'}, in place of any before it")
-        if progress["step"] == args.max_steps:
+            common.export(model, tokenizer, best, world)
+            log.say(f"       best so far: saved to {best}, in place of any before it")
+        if args.max_steps and progress["step"] >= args.max_steps:
             break
-    for article, summary in zip(validation_set, summaries[:3] if args.run_validation else (), strict=False):
+    for article, summary in zip(validation_set, summaries[:3], strict=False):
         texts = {"article": article["text"], "reference": article["summary"], "summary": summary}
         log.say("\n" + "\n".join(f"{name:<10} {textwrap.shorten(text, 300)}" for name, text in texts.items()))
-    log.say(f"\nmetrics  {log.path}\nmodel    {args.output_dir / 'best' if args.save_model else 'not saved'}")
+    log.say(f"\nmetrics  {log.path}\nmodel    {best if args.save_model else 'not saved'}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
         "someone/absent": "someone/absent",
         write_csv(
             tmp_path / "columns.csv", [{"body": "a", "abstract": "b"}]
-        ): "--text-column text and --summary-column",
+        ): "--text-column text and --summary-column headline cannot be read: its columns are body, abstract",
         write_csv(tmp_path / "gap.csv", [{"headline": "", "title": "t", "text": "a"}]): "0 of 1 rows are usable",
         write_csv(tmp_path / "one.csv", [ARTICLES[0]]): "1 of 1 rows are usable, too few to hold some out",
         write("latin1.csv", "headline,title,text\nÉté,t,text of summer\n".encode("latin1")): "utf-8.* decode",
@@ -58,7 +58,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
             (("--epoch", 1), r"unrecognized arguments: --epoch 1 \(did you mean --epochs\? --help"),
             (("--model", "./nomodel"), r"argument --model: \./nomodel: no such folder"),
             (("--sharding-strategy", "HYBRID_SHARD"), "invalid choice: 'HYBRID_SHARD'"),
-            (("--backward-prefetch", "post"), "--backward-prefetch post needs --fsdp-version 1"),
+            (("--backward-prefetch", "post"), r"--backward-prefetch post needs .* \(--help"),
+            (("--batch-size", 500, *here), r"\d+ articles do not fill a step of 500; lower --batch-size"),
             (("--device", "mps"), "--device mps: torch .* finds no such device; use --device cpu"),
             (("--device", "xpu"), "--device xpu: torch .* finds no such device; use --device cpu"),
             (("--output-dir", occupied, *here), "occupied"),

@@ -47,6 +47,7 @@ import transformers
 from datasets import Dataset
 from shared import print_table, run_script
 from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration
+from transformers.models.t5.modeling_t5 import T5Block
 
 import common
 import lm_multinode
@@ -193,7 +194,7 @@ def measure_init(case: dict, world: common.World) -> dict:
         t5_fsdp.shard_with_fsdp1(args, world, mesh, config)
     else:
         device_id = world.device if world.device.type == "cpu" else None  # on a CPU FSDP1 needs it
-        FSDP(model, auto_wrap_policy=ModuleWrapPolicy({t5_fsdp.T5Block}), device_id=device_id).to(world.device)
+        FSDP(model, auto_wrap_policy=ModuleWrapPolicy({T5Block}), device_id=device_id).to(world.device)
     synchronize(world.device)
     return {"seconds": time.perf_counter() - began}
 
