@@ -224,7 +224,7 @@ def test_bad_input_is_one_sentence(tmp_path, small_mnist):
     small = (*mnist, small_mnist, "--batch-size", 16, "--model", "shallow")
     as_users = [
         (("--lr", "nan"), None, "--lr: nan is not a number of at least 0"),
-        (("--batch-size", 9999, *output), None, "6400 images are too few for --batch-size 9999 on 1 ranks"),
+        (("--batch-size", 9999, *output), None, "1280 images are too few for --batch-size 9999 on 1 ranks"),
         (("--batch-size", 9999, "--mode", "fsdp", *output), None, "--batch-size 9999 on 2 ranks"),
         ((*mnist, tmp_path / "broken", *output), 2, "MNIST in .*broken cannot be read"),
     ]
