@@ -17,6 +17,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -53,16 +54,21 @@ class Parser(argparse.ArgumentParser):
     """argparse with a script's header as its help, the flags of this file, and `--foo_bar` taken as `--foo-bar`."""
 
     def __init__(self, header: str, checkpoints: bool = False) -> None:
-        kinds = (argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter)
-        super().__init__(description=header, formatter_class=type("Help", kinds, {}), allow_abbrev=False)
-        add, count = self.add_argument_group("run").add_argument, at_least(0)
-        add("--num-processes", default=0, type=count, help="without torchrun; 0: one for each GPU, or two on the CPU")
-        add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu", "mps"), help="where to train")
-        add("--seed", default=1, type=count, help="of weights, data order and dropout")
-        add("--output-dir", default=Path("output", Path(sys.argv[0]).stem), type=Path, help="for all that is written")
-        add("--save-model", default=True, action=argparse.BooleanOptionalAction, help="export the best or last model")
+        width, kinds = shutil.get_terminal_size().columns, ("RawDescription", "ArgumentDefaults")
+        form = type("Help", tuple(getattr(argparse, f"{kind}HelpFormatter") for kind in kinds), {})
+        texts = [text if text.startswith("    ") else textwrap.fill(text, width) for text in header.split("\n\n")]
+        start, end = "\n\n".join(texts[:2]), "examples:\n" + "\n\n".join(texts[2:])
+        super().__init__(None, "%(prog)s [flags]", start, end, formatter_class=form, allow_abbrev=False)
+        titles = ("data and model", "training", "FSDP", "processes and output")
+        self.groups = {title: self.add_argument_group(title) for title in titles}
+        add, count, switch = self.groups[titles[-1]].add_argument, at_least(0), argparse.BooleanOptionalAction
+        add("--num-processes", default=0, type=count, help="to start; 0: one for each GPU, or two on a CPU")
+        add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu", "mps"), help="auto: GPUs, if there are")
+        add("--seed", default=1, type=count, help="of weights, data order and dropout; another one, another run")
+        add("--output-dir", default=Path("output", Path(sys.argv[0]).stem), type=Path, help="one for each run")
+        add("--save-model", default=True, action=switch, help="export the best or last model")
         if checkpoints:
-            add("--log-every", default=25, type=at_least(1), help="steps between rows")
+            add("--log-every", default=25, type=at_least(1), help="steps between rows of the table")
             add("--checkpoint-every", default=0, type=count, help="steps between checkpoints, 0 for none")
             add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
@@ -152,7 +158,7 @@ def find_accelerator(name: str) -> torch.device | None:
     if name == "cpu" or (name == "auto" and (not found or found.type == "mps")):
         return None
     if not found or name not in ("auto", found.type):
-        raise UserError(f"--device {name}: torch {torch.__version__} finds no such device; use --device cpu")
+        raise UserError(f"--device {name}: torch {torch.__version__} finds none; install its build or use --device cpu")
     return found
 
 
@@ -253,6 +259,13 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return peaks
 
 
+def describe_run(world: World) -> str:
+    """Where it runs, and with what."""
+    versions = [f"{name} {sys.modules[name].__version__}" for name in ("torch", "transformers") if name in sys.modules]
+    tf32 = ["TF32"] if torch.get_float32_matmul_precision() == "high" else []
+    return ", ".join([f"{world.size} processes on {world.device.type}", *versions, *tf32])
+
+
 def describe_size(num_parameters: int, shards: int, world: World, copies: int = 4, offload: bool = False) -> str:
     """What each process will hold of a model, and the memory that there is for it, on the CPU with `offload`.
 
@@ -265,7 +278,7 @@ def describe_size(num_parameters: int, shards: int, world: World, copies: int = 
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
     held = 4 * copies * num_parameters / shards
-    size = f"{num_parameters:,} parameters, {held / 2**30:.3f} GB of state in each process, of {memory / 2**30:.0f} GB"
+    size = f"{num_parameters:,} parameters, {held / 2**30:.3f} GB of state a process, which has {memory / 2**30:.0f} GB"
     if held > memory:
         needed = math.ceil(shards * held / memory)
         way = f"shard over {needed} processes or more{', or add --cpu-offload' if on_device else ''}"
@@ -274,12 +287,18 @@ def describe_size(num_parameters: int, shards: int, world: World, copies: int = 
 
 
 class Log:
-    """Rank 0's voice: one table on the screen, of columns such as loss="8.4f", and its rows in `metrics.jsonl`."""
+    """Rank 0's voice: one table on the screen, of columns such as loss="8.4f", and its rows in `metrics.jsonl`.
 
-    def __init__(self, rank: int, folder: Path, **columns: str) -> None:
+    A narrow terminal goes without the columns named in `least`, the first of them first.
+    """
+
+    def __init__(self, rank: int, folder: Path, least: str = "", **columns: str) -> None:
         self.rank, self.path, self.columns, self.header = rank, folder / "metrics.jsonl", columns, True
         self.began, self.run = time.time(), f"{datetime.now():%Y-%m-%d-%H-%M-%S}"  # the tutorial's get_date_of_run
         self.widths = {name: max(len(name), int(re.match(r"\d*", form)[0])) for name, form in columns.items()}
+        for name in least.split():
+            if sum(self.widths.values()) + 2 * len(self.widths) - 2 > shutil.get_terminal_size((120, 24)).columns:
+                del self.widths[name]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.path.open("a").close()
@@ -350,7 +369,8 @@ def save_checkpoint(folder: Path, model, optimizer, progress: dict, world: World
     except (OSError, dcp.api.CheckpointException) as error:
         free = shutil.disk_usage(folder).free / 2**30
         shutil.rmtree(path, ignore_errors=True)  # half of one would keep a full disk full
-        raise UserError(f"could not save {path}, where {free:.3f} GB are free: {error}") from error
+        cause = str(error).splitlines()[-1]  # the line that names it: those above are every rank's traceback
+        raise UserError(f"could not save {path}, where {free:.3f} GB are free: {cause}") from error
 
 
 def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: World, outer=None) -> dict:

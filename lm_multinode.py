@@ -379,36 +379,36 @@ def validate(args, world, model, sequences: torch.Tensor, log) -> dict[str, floa
 def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__, checkpoints=True)
     count, size, number, flag = common.at_least(0), common.at_least(1), common.at_least(0, float), "store_true"
-    add = parser.add_argument_group("data and model").add_argument
+    add = parser.groups["data and model"].add_argument
     name = common.hub_or_folder
     add("--model", default="tiny", type=name, help=f"{', '.join(MODELS)}; or a Llama-like one: a Hub name or a folder")
     add("--dataset", default=["builtin"], nargs="+", help="builtin; c4; .json.gz, .jsonl or .parquet files; a Hub name")
     add("--text-column", default="text", help="of the dataset")
     add("--tokenizer", type=name, help="a Hub name or folder; else the model's own, or one trained on the first texts")
-    add("--num-validation-texts", default=500, type=size, help="held out of the dataset")
-    add("--seq-length", default=128, type=size, help="tokens in a sequence")
-    add = parser.add_argument_group("training").add_argument
+    add("--num-validation-texts", default=500, type=size, help="held out of the dataset, at most")
+    add("--seq-length", default=128, type=size, help="tokens in a sequence: fewer take less memory")
+    add = parser.groups["training"].add_argument
     add("--max-steps", default=500, type=size, help="steps of the optimizer")
-    add("--micro-batch-size", default=4, type=size, help="sequences that a process computes at once")
+    add("--micro-batch-size", default=4, type=size, help="sequences in a process at once: fewer, less memory")
     add("--global-batch-size", default=16, type=size, help="sequences in a step of all processes")
     add("--lr", default=5e-3, type=number, help="highest learning rate; a cosine takes it down to a tenth")
     add("--warmup-steps", default=20, type=count, help="steps to the highest learning rate")
     add("--weight-decay", default=0.1, type=number, help="of matrices, not of norms")
-    add = parser.add_argument_group("FSDP").add_argument
+    add = parser.groups["FSDP"].add_argument
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: FullyShardedDataParallel")
-    add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="--compare-strategies tells them apart")
-    add("--shards-per-replica", default=0, type=count, help="in the hybrids; 0: all processes of a node")
-    add("--local-steps", default=50, type=size, help="of DILOCO, between synchronizations; the paper takes 500")
+    add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, metavar="NAME", help=", ".join(RESHARD))
+    add("--shards-per-replica", default=0, type=count, help="processes of a replica in hybrids; 0: a node's")
+    add("--local-steps", default=50, type=size, help="of DILOCO, between synchronizations; the paper: 500")
     add("--outer-lr", default=0.7, type=number, help="of DILOCO's outer SGD")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO's outer SGD, Nesterov's")
     add("--outer-precision", default="fp32", choices=PRECISIONS, help="in which DILOCO sends what weights moved by")
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 where it is native, else fp32")
+    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 where native, else fp32")
     add("--cpu-offload", action=flag, help="keep shards on the CPU and update them there: least memory, slow")
-    add("--activation-checkpointing", action=flag, help="recompute each layer in backward")
-    add("--compile", action=flag, help="torch.compile each layer")
-    add = parser.add_argument_group("output").add_argument
+    add("--activation-checkpointing", action=flag, help="recompute each layer in backward: less memory, slower")
+    add("--compile", action=flag, help="torch.compile each layer: a slow start, then faster")
+    add = parser.groups["processes and output"].add_argument
     add("--compare-strategies", action=flag, help="time a few steps under every strategy, and end")
-    add("--peak-tflops", default=0.0, type=number, help="of one device, for MFU; 0: of known GPUs")
+    add("--peak-tflops", default=0.0, type=number, help="TFLOP/s of one device, for MFU; 0: known GPUs'")
     add("--validate-every", default=50, type=size, help="steps between validations")
     return parser.parse_args()
 
@@ -431,9 +431,9 @@ def flops_share(args, world, config) -> float:
 
 def compare_strategies(args, world, config, load_from_start) -> None:
     """Train a few steps under each strategy with this model on these machines; each row comes once it is known."""
-    columns = {"strategy": "19s", "replicas": "8d", "shards": "6d", "tokens/s": "9,.0f", "mfu": "6.1%"}
+    columns = {"strategy": "19s", "replicas": "8d", "shards": "6d", "tokens/s": "10,.0f", "mfu": "6.1%"}
     columns |= {"step_seconds": "7.3f", "state_gb": "8.4f", "peak_gb": "7.2f", "note": "4s"}
-    log = common.Log(world.rank, args.output_dir, **columns)
+    log = common.Log(world.rank, args.output_dir, "step_seconds mfu", **columns)
     share = flops_share(args, world, config)
     strategies = [name for name in RESHARD if name != "DILOCO" or args.fsdp_version == 2]
     for args.sharding_strategy in strategies:
@@ -467,11 +467,10 @@ def compare_strategies(args, world, config, load_from_start) -> None:
 
 
 def main(args, world) -> None:
-    columns = {"step": "6,d", "loss": "7.4f", "val_loss": "8.4f", "perplexity": "10,.1f", "grad_norm": "9.3f"}
-    columns |= {"lr": "8.2e", "tokens/s": "9,.0f", "mfu": "6.1%", "peak_gb": "7.2f"}
-    log = common.Log(world.rank, args.output_dir, **columns)
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    log.say(f"run      {world.size} processes on {world.device.type}, {versions}, {log.run}")
+    columns = {"step": "7,d", "loss": "7.4f", "val_loss": "8.4f", "perplexity": "10,.1f", "grad_norm": "9.3f"}
+    columns |= {"lr": "8.2e", "tokens/s": "10,.0f", "mfu": "6.1%", "peak_gb": "7.2f"}
+    log = common.Log(world.rank, args.output_dir, "grad_norm lr", **columns)
+    log.say(f"run      {common.describe_run(world)}")
     checkpoints = common.find_checkpoints(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
     if args.sharding_strategy == "DILOCO" and args.validate_every % args.local_steps:
@@ -490,9 +489,8 @@ def main(args, world) -> None:
     if not len(sequences):
         raise common.UserError("the held-out texts are less than one sequence; use more texts or a lower --seq-length")
     shards = num_shards(args, world)
-    precision = f"{args.precision}{', TF32' if torch.get_float32_matmul_precision() == 'high' else ''}"
     fsdp = f"FSDP{args.fsdp_version}, {args.sharding_strategy}, replicas x shards: {world.size // shards} x {shards}"
-    log.say(f"fsdp     {fsdp}, {precision}")
+    log.say(f"fsdp     {fsdp}, {args.precision}")
     num_parameters, copies = empty_model(config).num_parameters(), 6 if args.sharding_strategy == "DILOCO" else 4
     log.say(f"model    {args.model}, {common.describe_size(num_parameters, shards, world, copies, args.cpu_offload)}")
     log.say(f"data     {args.dataset[0]}, {source.num_shards} files, {len(sequences)} sequences to validate")
@@ -520,8 +518,9 @@ def main(args, world) -> None:
         log.row(step=0, **validate(args, world, model, sequences, log))
     loss_sum, steps, began = torch.zeros((), device=world.device), 0, time.perf_counter()
     for step in log.bar(range(first, args.max_steps + 1), "train", args.max_steps + 1 - first):
+        lr = learning_rate(args, step)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step)
+            group["lr"] = lr
         result, place = train_step(args, world, model, optimizer, batches)
         loss_sum += result[0]  # stays on the device: reading a number would make the host wait in every step
         steps += 1
@@ -536,7 +535,7 @@ def main(args, world) -> None:
             if not math.isfinite(loss):  # before saving: the newest checkpoint must stay usable
                 raise common.UserError(f"the loss is not finite at step {step}; start again with a lower --lr")
             speed = tokens / (time.perf_counter() - began)
-            row = {"loss": loss, "grad_norm": norm, "lr": group["lr"], "tokens/s": speed}
+            row = {"loss": loss, "grad_norm": norm, "lr": lr, "tokens/s": speed}
             row |= {"mfu": speed * share} if share else {}
             log.row(step=step, **row, **common.peak_memory(world.device))
             if saves:
@@ -550,7 +549,8 @@ def main(args, world) -> None:
             loss_sum, steps, began = loss_sum.zero_(), 0, time.perf_counter()
     if args.save_model:
         common.export(model, tokenizer, args.output_dir / "model", world)
-    log.say(f"\nmetrics  {log.path}\nmodel    {args.output_dir / 'model' if args.save_model else 'not saved'}")
+    log.say(f"\nmetrics  {log.path}, run {log.run}")
+    log.say(f"model    {args.output_dir / 'model' if args.save_model else 'not saved'}")
 
 
 if __name__ == "__main__":

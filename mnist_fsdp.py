@@ -17,6 +17,7 @@ memory is the peak of training (not read once, before backward), and FSDP2 is th
 import argparse
 import ctypes
 import functools
+import gc
 import itertools
 import json
 import math
@@ -173,17 +174,17 @@ def evaluate(world, model, loader) -> tuple[float, float]:
 def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__)
     count, size, number, flag = common.at_least(0), common.at_least(1), common.at_least(0, float), "store_true"
-    add = parser.add_argument_group("data and model").add_argument
+    add = parser.groups["data and model"].add_argument
     add("--model", default="all", choices=(*NETWORKS, "all"), help="which network")
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
     add("--num-train-samples", default=6400, type=count, help="0 for all; large networks get 1,280 drawn ones")
-    add = parser.add_argument_group("training").add_argument
+    add = parser.groups["training"].add_argument
     add("--epochs", default=3, type=size, help="passes over the images; large networks make one over drawn ones")
     add("--batch-size", default=128, type=size, help="images per process and step")
     add("--test-batch-size", default=1000, type=size, help="the same in the test")
     add("--lr", default=0.001, type=number, help="learning rate of Adam")
-    add = parser.add_argument_group("FSDP").add_argument
+    add = parser.groups["FSDP"].add_argument
     mode = "fsdp" if "RANK" in os.environ else "both"
     add("--mode", default=mode, choices=("local", "fsdp", "both"), help="both: local, then sharded; torchrun: fsdp")
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: FullyShardedDataParallel")
@@ -199,15 +200,16 @@ def parse_args() -> argparse.Namespace:
 
 COLUMNS = {"network": "7s", "mode": "5s", "processes": "9d", "state_gb": "8.3f", "peak_gb": "7.2f", "epoch": "5d"}
 COLUMNS |= {"loss": "7.4f", "test_loss": "9.4f", "accuracy": "8.4f", "samples/s": "9,.0f"}
+LEAST = "processes epoch"
 
 
 def main(args, world) -> None:
     if world.device.type == "xpu":
         raise common.UserError("Intel GPUs need a few changes, which mnist_fsdp_xpu.py has; start that")
-    log = common.Log(world.rank, args.output_dir, **COLUMNS)
+    log = common.Log(world.rank, args.output_dir, LEAST, **COLUMNS)
     train_set, test_set = load_digits(args, world)
     fsdp = f"FSDP{args.fsdp_version} FULL_SHARD" if args.mode == "fsdp" else "no FSDP"
-    log.say(f"run      {world.size} processes on {world.device.type}, {fsdp}, torch {torch.__version__}, {log.run}")
+    log.say(f"run      {common.describe_run(world)}, {fsdp}")
     log.say(f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test")
     networks = NETWORKS if args.model == "all" else [args.model]
     for network in networks:
@@ -220,9 +222,11 @@ def main(args, world) -> None:
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
         if sys.platform == "linux":
+            libc = ctypes.CDLL(None)
+            libc.malloc_trim(0)  # of the network before
             # M_MMAP_THRESHOLD: freed tensors leave the process, so that its peak counts what it holds. This takes time,
             # and the shallow network's activations are large beside its parameters.
-            ctypes.CDLL(None).mallopt(-3, 2**25 if network == "shallow" else 2**16)
+            libc.mallopt(-3, 2**25 if network == "shallow" else 2**16)
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
         model = NETWORKS[network]()
         if args.mode == "local":
@@ -245,6 +249,7 @@ def main(args, world) -> None:
         if args.save_model:
             common.export(model, None, args.output_dir / f"{network}-{args.mode}", world)
         del model, optimizer
+        gc.collect()  # FSDP's objects refer to each other in circles
 
 
 if __name__ == "__main__":
@@ -252,7 +257,7 @@ if __name__ == "__main__":
     if args.mode != "both":
         common.run(main, args)
     else:  # each half in processes of its own: each has its own peak of memory
-        log = common.Log(0, args.output_dir, **COLUMNS)
+        log = common.Log(0, args.output_dir, LEAST, **COLUMNS)
         old = len(log.path.read_text().splitlines())
         for mode in ("local", "fsdp"):
             sys.argv = [*command, "--mode", mode]

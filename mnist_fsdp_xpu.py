@@ -160,17 +160,17 @@ def evaluate(world, model, loader) -> tuple[float, float]:
 def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__)
     count, size, number = common.at_least(0), common.at_least(1), common.at_least(0, float)
-    add = parser.add_argument_group("data").add_argument
+    add = parser.groups["data and model"].add_argument
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
     add("--num-train-samples", default=6400, type=count, help="0 for all")
-    add = parser.add_argument_group("training").add_argument
+    add = parser.groups["training"].add_argument
     add("--epochs", default=3, type=size, help="passes over the images")
     add("--batch-size", default=64, type=size, help="images per process and step")
     add("--test-batch-size", default=1000, type=size, help="the same in the test")
     add("--lr", default=1.0, type=number, help="learning rate of Adadelta")
     add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")
-    add = parser.add_argument_group("FSDP").add_argument
+    add = parser.groups["FSDP"].add_argument
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: FullyShardedDataParallel")
     add("--min-num-params", default=100, type=size, help="a module with this many parameters becomes a unit")
     parser.set_defaults(device="xpu", save_model=False)  # XPU: never the CPU in silence
@@ -192,7 +192,7 @@ def main(args, world) -> None:
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)  # after sharding: of the shards
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    log.say(f"run      {world.size} processes on {world.device.type}, {fsdp}, torch {torch.__version__}, {log.run}")
+    log.say(f"run      {common.describe_run(world)}, {fsdp}")
     log.say(f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test")
     log.say(f"model    {common.describe_size(count, world.size, world)}")
     log.say(str(model))  # with its units

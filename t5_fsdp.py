@@ -128,15 +128,15 @@ def train_step(args, world, model, optimizer, scaler, batch) -> torch.Tensor:
     tokens = (batch["labels"] != -100).sum()
     dist.all_reduce(all_tokens := tokens.clone())
     loss_sum = torch.zeros((), device=world.device)
-    micro_batches = zip(*(tensor.split(args.batch_size) for tensor in batch.values()), strict=True)
-    for number, micro_batch in enumerate(micro_batches, 1):
+    for first in range(0, len(batch["labels"]), args.batch_size):
+        micro_batch = {name: tensor[first : first + args.batch_size] for name, tensor in batch.items()}
         # Only the last micro-batch sends gradients (FSDP1's no_sync); ZeRO-2 keeps its parameters until then.
-        is_last = number == args.accumulation_steps
+        is_last = first + args.batch_size == len(batch["labels"])
         if args.fsdp_version == 2:
             model.set_requires_gradient_sync(is_last)
             model.set_reshard_after_backward(is_last or STRATEGIES[args.sharding_strategy][1])
         with contextlib.nullcontext() if args.fsdp_version == 2 or is_last else model.no_sync():
-            loss = summed_loss(model, dict(zip(batch, micro_batch, strict=True)))
+            loss = summed_loss(model, micro_batch)
             # FSDP averages gradients over ranks. Times the number of ranks and over everybody's tokens, that average is
             # the gradient of the mean over all real target tokens, as if one process held the whole global batch.
             scaler.scale(loss * world.size / all_tokens).backward()
@@ -276,33 +276,34 @@ def validate(args, world, model, articles, collate, log) -> tuple[dict, list[str
 def parse_args() -> argparse.Namespace:
     parser = common.Parser(__doc__, checkpoints=True)
     count, size, number, flag = common.at_least(0), common.at_least(1), common.at_least(0, float), "store_true"
-    add = parser.add_argument_group("data and model").add_argument
+    add = parser.groups["data and model"].add_argument
     add("--model", default="builtin", type=common.hub_or_folder, help="builtin, or any T5: a Hub name or a folder")
-    add("--dataset", default="builtin", help="builtin; a .csv, .json, .jsonl or .parquet file; a Hub dataset id")
-    add("--text-column", default="text", help="column with the articles")
-    add("--summary-column", default="headline", help="column with their summaries")
-    add("--num-train-samples", default=8000, type=count, help="at most; 0 for all")
-    add("--num-validation-samples", default=300, type=count, help="0 for all")
+    add("--dataset", default="builtin", help="builtin; a .csv, .json(l) or .parquet file; a Hub dataset")
+    add("--text-column", default="text", help="of the dataset, with the articles")
+    add("--summary-column", default="headline", help="of the dataset, with their summaries")
+    add("--num-train-samples", default=8000, type=count, help="articles to train on at most; 0 for all")
+    add("--num-validation-samples", default=300, type=count, help="articles to validate on at most; 0 for all")
     add("--max-summary-share", default=0.75, type=number, help="drop summaries longer than this share of the text")
-    add("--max-source-length", default=512, type=size, help="tokens kept of an article")
+    add("--max-source-length", default=512, type=size, help="tokens kept of an article: fewer take less memory")
     add("--max-target-length", default=150, type=size, help="tokens kept of a summary, and generated at most")
-    add = parser.add_argument_group("training").add_argument
+    add = parser.groups["training"].add_argument
     add("--epochs", default=4, type=size, help="passes over the articles")
     add("--max-steps", default=0, type=count, help="stop after this many steps, with the same schedule; 0: never")
-    add("--batch-size", default=16, type=size, help="articles that a process computes at once")
-    add("--accumulation-steps", default=1, type=size, help="batches per step")
+    add("--batch-size", default=16, type=size, help="articles in a process at once: fewer, less memory")
+    add("--accumulation-steps", default=1, type=size, help="batches in a step: a larger step in the same memory")
     add("--test-batch-size", default=32, type=size, help="articles per process in validation")
     add("--lr", default=1e-3, type=number, help="learning rate of AdamW")
     add("--gamma", default=0.8, type=number, help="factor on the learning rate after each epoch")
-    add = parser.add_argument_group("FSDP").add_argument
+    add = parser.groups["FSDP"].add_argument
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: FullyShardedDataParallel")
-    add("--sharding-strategy", default="FULL_SHARD", choices=STRATEGIES, help="ZeRO-3, or ZeRO-2")
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 where it is native, else fp32")
-    add("--backward-prefetch", default="pre", choices=PREFETCH, help="post needs --fsdp-version 1")
+    add("--sharding-strategy", default="FULL_SHARD", choices=STRATEGIES, help="least memory, or less traffic")
+    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 where native, else fp32")
+    add("--backward-prefetch", default="pre", choices=PREFETCH, help="none: less memory; post: only FSDP1's")
     add("--cpu-offload", action=flag, help="keep shards on the CPU and update them there: least memory, slow")
-    add("--activation-checkpointing", action=flag, help="recompute each T5Block in backward")
-    add("--compile", action=flag, help="torch.compile each T5Block")
-    add("--print-model", action=flag, help="print the sharded model")
+    add("--activation-checkpointing", action=flag, help="recompute each T5Block in backward: less memory, slower")
+    add("--compile", action=flag, help="torch.compile each T5Block: a slow start, then faster")
+    add = parser.groups["processes and output"].add_argument
+    add("--print-model", action=flag, help="print the sharded model, with its units")
     add("--run-validation", default=True, action=argparse.BooleanOptionalAction, help="loss and ROUGE after each epoch")
     args = parser.parse_args()
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
@@ -312,10 +313,9 @@ def parse_args() -> argparse.Namespace:
 
 def main(args, world) -> None:
     columns = {"epoch": "5d", "step": "6,d", "loss": "7.4f", "val_loss": "8.4f", "rouge1": "6.4f", "rouge2": "6.4f"}
-    columns |= {"rougeL": "6.4f", "grad_norm": "9.3f", "lr": "8.2e", "tokens/s": "8,.0f", "peak_gb": "7.2f"}
-    log = common.Log(world.rank, args.output_dir, **columns)
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    log.say(f"run      {world.size} processes on {world.device.type}, {versions}, {log.run}")
+    columns |= {"rougeL": "6.4f", "grad_norm": "9.3f", "lr": "8.2e", "tokens/s": "10,.0f", "peak_gb": "7.2f"}
+    log = common.Log(world.rank, args.output_dir, "grad_norm lr", **columns)
+    log.say(f"run      {common.describe_run(world)}")
     checkpoints = common.find_checkpoints(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
     with common.first_on_node(world):
@@ -330,8 +330,7 @@ def main(args, world) -> None:
     if len(lengths) < step_size:
         raise common.UserError(f"{len(lengths)} articles do not fill a step of {step_size}; lower --batch-size")
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # to the longest of the batch; labels with -100
-    precision = f"{args.precision}{', TF32' if torch.get_float32_matmul_precision() == 'high' else ''}"
-    log.say(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {precision}")
+    log.say(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
     num_parameters, offload = empty_model(config).num_parameters(), args.cpu_offload
     log.say(f"model    {args.model}, {common.describe_size(num_parameters, world.size, world, offload=offload)}")
     log.say(f"data     {args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate")
@@ -369,9 +368,9 @@ def main(args, world) -> None:
         began = time.perf_counter()
         batches = load(train_set, steps, collate, world)
         for number, batch in enumerate(log.bar(batches, f"epoch {epoch}", len(steps)), 1):
+            lr = learning_rate(args, progress["step"] + 1, epoch - 1 + progress["samples"] / len(lengths))
             for group in optimizer.param_groups:
-                done = epoch - 1 + progress["samples"] / len(lengths)
-                group["lr"] = learning_rate(args, progress["step"] + 1, done)
+                group["lr"] = lr
             result = train_step(args, world, model, optimizer, scaler, batch)
             window += result[:3]  # stays on the device: reading a number would make the host wait in every step
             progress["step"] += 1
@@ -383,7 +382,7 @@ def main(args, world) -> None:
                 if not math.isfinite(loss):  # before saving: the newest checkpoint must stay usable
                     raise common.UserError(f"the loss is not finite at step {progress['step']}; take a lower --lr")
                 row = {"loss": loss / targets, "tokens/s": tokens / (time.perf_counter() - began)}
-                row |= {"grad_norm": result[3].item(), "lr": group["lr"]} | common.peak_memory(world.device)
+                row |= {"grad_norm": result[3].item(), "lr": lr} | common.peak_memory(world.device)
                 log.row(epoch=epoch, step=progress["step"], **row)
                 if saves:
                     progress["scaler"] = scaler.state_dict()
@@ -406,7 +405,7 @@ def main(args, world) -> None:
     for article, summary in zip(validation_set, summaries[:3], strict=False):
         texts = {"article": article["text"], "reference": article["summary"], "summary": summary}
         log.say("\n" + "\n".join(f"{name:<10} {textwrap.shorten(text, 300)}" for name, text in texts.items()))
-    log.say(f"\nmetrics  {log.path}\nmodel    {best if args.save_model else 'not saved'}")
+    log.say(f"\nmetrics  {log.path}, run {log.run}\nmodel    {best if args.save_model else 'not saved'}")
 
 
 if __name__ == "__main__":

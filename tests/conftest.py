@@ -21,7 +21,7 @@ import pytest
 from transformers import T5Config, T5ForConditionalGeneration
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
 
 import forked
 

@@ -20,6 +20,18 @@ import common
 
 script = importlib.import_module(sys.argv[1])
 world = common.setup(None)  # on the CPU
+train_tokenizer, trained = common.train_tokenizer, {}
+
+
+def train_once(texts, *options, **more):
+    """Training is deterministic: for the same texts once is enough."""
+    key = (*texts, *options, *more.items())
+    if key not in trained:
+        trained[key] = train_tokenizer(key[: len(key) - len(options) - len(more)], *options, **more)
+    return trained[key]
+
+
+common.train_tokenizer = train_once
 if "no-dropout" in sys.argv:
     torch.nn.Dropout.forward = lambda self, x: x  # each rank has its own dropout: parity needs none
 if "record-shards" in sys.argv:

@@ -45,7 +45,7 @@ def test_what_intel_gpus_change_is_marked():
 @pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has an Intel GPU")
 def test_without_an_intel_gpu_it_does_not_train():
     """Not on a CPU either, unless it is told to."""
-    as_users = [((), None, "--device xpu: .* finds no such device; use --device cpu")]
+    as_users = [((), None, "--device xpu: .* finds none; install its build or use --device cpu")]
     as_forks = [
         (("--batch-size", 9999, "--device", "cpu"), 2, "6400 images are too few for --batch-size 9999 on 2 ranks"),
         (("--gamma", "nan"), None, "--gamma: nan is not a number of at least 0"),

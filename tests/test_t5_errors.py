@@ -60,8 +60,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
             (("--sharding-strategy", "HYBRID_SHARD"), "invalid choice: 'HYBRID_SHARD'"),
             (("--backward-prefetch", "post"), r"--backward-prefetch post needs .* \(--help"),
             (("--batch-size", 500, *here), r"\d+ articles do not fill a step of 500; lower --batch-size"),
-            (("--device", "mps"), "--device mps: torch .* finds no such device; use --device cpu"),
-            (("--device", "xpu"), "--device xpu: torch .* finds no such device; use --device cpu"),
+            (("--device", "mps"), "--device mps: torch .* finds none; install its build or use --device cpu"),
+            (("--device", "xpu"), "--device xpu: torch .* finds none; install its build or use --device cpu"),
             (("--output-dir", occupied, *here), "occupied"),
             (("--output-dir", occupied / "deep", *here), "occupied"),
         )
@@ -100,9 +100,9 @@ def test_a_model_that_cannot_fit_is_said_with_what_would_make_it_fit(monkeypatch
     """T5-11B on four processes of a machine with 64 GB; on 16 it fits."""
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**24}[name])
     world = common.World(0, 0, 4, 4, torch.device("cpu"))
-    with pytest.raises(common.UserError, match=r"42\.123 GB of state .* of 16 GB; shard over 11 processes or more"):
+    with pytest.raises(common.UserError, match=r"42\.123 GB of state .* has 16 GB; shard over 11 processes or more"):
         common.describe_size(11_307_321_344, 4, world)
-    assert "10.531 GB of state in each process, of 16 GB" in common.describe_size(11_307_321_344, 16, world)
+    assert "10.531 GB of state a process, which has 16 GB" in common.describe_size(11_307_321_344, 16, world)
     assert "15.796 GB of state" in common.describe_size(11_307_321_344, 16, world, copies=6)  # DiLoCo's
 
 

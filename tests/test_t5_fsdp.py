@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import make_model, records, run_many, succeed
+from will_it_fit import state_bytes
 
 SETTINGS = {
     (version, *arguments): ["--fsdp-version", str(version), *arguments]
@@ -67,9 +68,8 @@ def test_each_process_holds_its_share_and_the_real_buffers(observed, setting):
     # FSDP2 loads the model on rank 0 alone; the other has shapes, then its shards.
     assert result["loads"] == ([1, 1] if setting[0] == 1 else [1, 0])
     assert result["buffers"] == [[True, True]] * 2
-    # Weights, gradients and AdamW's two moments: 16 bytes a parameter.
-    share = 16 * result["parameters"] / 2 / 2**30
-    assert result["state_gb"] == pytest.approx([share] * 2, rel=0.02)
+    share = state_bytes(result["parameters"], "FULL_SHARD", 2)  # as under SHARD_GRAD_OP
+    assert result["state_gb"] == pytest.approx([share / 2**30] * 2, rel=0.02)
 
 
 def test_print_model_shows_the_units(tmp_path, tiny_model, articles_csv):

@@ -84,7 +84,7 @@ def count_bytes(options: argparse.Namespace, world: common.World) -> None:
         crossed = (crossed[1] + crossed[2]) / 2
         if outer:
             outer.step()
-            crossed += count(outer.step) / LOCAL_STEPS
+            crossed += statistics.median([count(outer.step) for _ in range(3)]) / LOCAL_STEPS
         del model, optimizer, outer, step
         gc.collect()
         crossed = common.sum_over_ranks(torch.tensor(crossed)) / world.size / 1e6

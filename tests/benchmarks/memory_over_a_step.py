@@ -1,0 +1,212 @@
+"""What one process holds in the course of a training step, and what of; draws docs/memory.svg.
+
+    pip install matplotlib
+    python tests/benchmarks/memory_over_a_step.py [--picture docs/memory.svg]
+
+The network of equal layers in mnist_fsdp.py, and a T5 of t5-small's shape, each trained locally, then with FSDP2 under
+SHARD_GRAD_OP and FULL_SHARD. After every operation of rank 0's second step (the first makes the optimizer's state) all
+tensors that are alive are added up. At ten points of the step the sum is compared with PyTorch's own count of what its
+allocator has given out, and the command fails if they differ by more than 1%.
+"""
+
+import argparse
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shared import ROOT, print_table
+from transformers import T5Config
+
+import common
+import mnist_fsdp
+import t5_fsdp
+
+KINDS = {  # from below, with their colours
+    "parameters": "#1f5fbf",
+    "optimizer state": "#656d76",
+    "gathered parameters": "#8fb8ee",
+    "gradients": "#e07b29",
+    "activations and buffers": "#c9d1d9",
+}
+RUNS = (("local", 1), ("SHARD_GRAD_OP", 2), ("FULL_SHARD", 2), ("FULL_SHARD", 4))
+MODELS = {"layers": "the 40 equal layers of mnist_fsdp.py", "t5": "a T5 of t5-small's shape"}
+POINTS = 10
+TOLERANCE = 0.01
+
+
+class Tracker(TorchDispatchMode):
+    """Bytes of all tensors alive after each operation, by kind, in `rows`; `totals` at the points that are checked."""
+
+    def __init__(self, model, optimizer, every: int) -> None:
+        super().__init__()
+        self.model, self.optimizer, self.every, self.rows, self.totals = model, optimizer, every, [], []
+        self.alive = weakref.WeakValueDictionary()
+        self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self.watch(tensor for kind in self.kinds().values() for tensor in kind)
+
+    def watch(self, tensors) -> None:
+        for tensor in tensors:
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            self.alive[storage._cdata] = storage
+
+    def kinds(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors that are known by what holds them; all others are activations and buffers."""
+        sharded = [p for unit in self.units for p in unit._get_fsdp_state()._fsdp_param_group.fsdp_params]
+        whole = [p._unsharded_param for p in sharded if hasattr(p, "_unsharded_param")]
+        parameters = [p.sharded_param for p in sharded] or list(self.model.parameters())
+        moments = [t for state in self.optimizer.state.values() for t in state.values()]
+        gradients = [p.grad for p in (*parameters, *whole) if p.grad is not None]
+        gathered = [output for p in sharded for output in p.all_gather_outputs]
+        groups = (parameters, moments, gathered, gradients)
+        return dict(zip(KINDS, groups, strict=False))
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        self.watch(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        row, seen = collections.Counter(), set()
+        for kind, tensors in self.kinds().items():
+            for tensor in tensors:
+                storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+                row[kind] += 0 if storage._cdata in seen else storage.nbytes()
+                seen.add(storage._cdata)
+        row["activations and buffers"] = sum(s.nbytes() for key, s in list(self.alive.items()) if key not in seen)
+        self.rows.append([row[kind] for kind in KINDS])
+        if len(self.rows) % self.every == 0:
+            self.totals.append(sum(row.values()))
+            with record_function(f"point {len(self.totals)}"):
+                pass
+        return result
+
+
+def prepare(name: str, strategy: str, world) -> tuple:
+    """The model, and a function that computes its loss on one batch."""
+    sys.argv = [f"{name}.py", "--precision", "fp32"] if name == "t5" else [name]
+    torch.manual_seed(world.rank)
+    mesh = init_device_mesh("cpu", (world.size,))
+    if name == "layers":
+        args, model = mnist_fsdp.parse_args(), mnist_fsdp.NETWORKS["layers"]()
+        images, labels = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
+        model = model if strategy == "local" else mnist_fsdp.shard_with_fsdp2(args, world, mesh, model)
+        return model, lambda: torch.nn.functional.nll_loss(model(images), labels)
+    args = t5_fsdp.parse_args()
+    config = T5Config(decoder_start_token_id=0, dropout_rate=0.0)  # t5-small's
+    args.sharding_strategy = "FULL_SHARD" if strategy == "local" else strategy
+    model = t5_fsdp.load_model(args, config) if strategy == "local" else None
+    model = model or t5_fsdp.shard_with_fsdp2(args, world, mesh, config)
+    tokens = torch.randint(2, 32_000, (2, 256))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[:, :64]}
+    return model, lambda: t5_fsdp.summed_loss(model, batch) / 128
+
+
+def measure(name: str, strategy: str, world, result: Path) -> None:
+    """One process of a run; rank 0 writes what it held."""
+    model, loss_of = prepare(name, strategy, world)
+    for unit in model.modules() if strategy == "SHARD_GRAD_OP" else ():
+        if isinstance(unit, FSDPModule) and unit is not model:
+            unit.set_reshard_after_forward(False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(mode=None) -> None:
+        optimizer.zero_grad()
+        loss = loss_of()
+        ends.append(len(mode.rows) if mode else 0)
+        loss.backward()
+        ends.append(len(mode.rows) if mode else 0)
+        del loss
+        optimizer.step()
+
+    ends: list[int] = []
+    step()
+    if world.rank > 0:  # these only take part
+        step()
+        step()
+        return torch.distributed.destroy_process_group()
+    with Tracker(model, optimizer, every=10**9) as counting:  # how many operations a step has
+        step(counting)
+    ends.clear()
+    tracker = Tracker(model, optimizer, every=len(counting.rows) // POINTS)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, tracker:
+        step(tracker)
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    given, at_points = 0, []
+    for event in events:
+        given += event.nbytes() if event.name() == "[memory]" else 0
+        if event.name().startswith("point "):
+            at_points.append(given)
+    # The allocator's count begins with the profiler, so changes since the first point are compared.
+    pairs = zip(tracker.totals, at_points, strict=True)
+    off = max(abs((total - tracker.totals[0]) - (count - at_points[0])) / total for total, count in pairs)
+    result.write_text(json.dumps({"rows": tracker.rows, "ends": ends, "off": off}))
+    torch.distributed.destroy_process_group()
+
+
+def draw(results: dict, picture: Path) -> None:
+    """A row of panels for each model, a panel for each run."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "memory", "font.size": 9, "path.simplify": True}
+    size = {"figsize": (11, 5.4), "sharey": "row", "layout": "constrained"}
+    figure, panels = pyplot.subplots(len(MODELS), len(RUNS), **size)
+    for line, (model, words) in zip(panels, MODELS.items(), strict=True):
+        for panel, run in zip(line, RUNS, strict=True):
+            rows = torch.tensor(results[model, run]["rows"]).double() / 2**30
+            chunk = max(1, len(rows) // 240)  # the most of each few operations
+            shown = torch.stack([part[part.sum(1).argmax()] for part in rows.split(chunk)])
+            x = torch.arange(len(shown)) * chunk / len(rows)
+            panel.stackplot(x, shown.T, labels=list(KINDS), colors=list(KINDS.values()), linewidth=0, step="post")
+            for name, end in zip(("backward", "optimizer"), results[model, run]["ends"], strict=True):
+                panel.axvline(end / len(rows), color="#1f2328", linewidth=0.6)
+                panel.text(end / len(rows), 1.01, name, transform=panel.get_xaxis_transform(), fontsize=7, ha="center")
+            peak = rows.sum(1).max().item()
+            panel.axhline(peak, color="#1f2328", linewidth=0.6, linestyle=":")
+            panel.text(0.01, peak, f" {peak:.2f} GB", fontsize=8, va="bottom")
+            processes = f"{run[1]} process{'es' if run[1] > 1 else ''}"
+            panel.set_title(f"{run[0]}, {processes}\n", fontsize=9)
+            panel.set(xlim=(0, 1), xticks=[])
+        line[0].set_ylabel(f"{words}\nGB of one process")
+        line[0].set_ylim(0, 1.12 * max(torch.tensor(results[model, run]["rows"]).sum(1).max() for run in RUNS) / 2**30)
+    figure.supxlabel("operations of one training step: forward, backward, optimizer", fontsize=9)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
+    figure.patch.set_facecolor("white")  # readable on a dark page, too
+    figure.savefig(picture, metadata={"Date": None})
+    text = re.sub(r"(?<=[ML ]|-)(\d+\.\d)\d+", r"\1", picture.read_text())  # a tenth of a pixel
+    picture.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "memory.svg")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)  # for the processes: model, strategy, result
+    options = parser.parse_args()
+    if options.measure:
+        measure(*options.measure[:2], common.setup(None), Path(options.measure[2]))
+        sys.exit()
+    found, table = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for model, run in ((model, run) for model in MODELS for run in RUNS):
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run[1])]
+            command += [__file__, "--measure", model, run[0], f"{folder}/result"]
+            subprocess.run([sys.executable, *command], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            result = found[model, run] = json.loads(Path(folder, "result").read_text())
+            highest = max(result["rows"], key=sum)
+            table.append({"model": model, "run": run[0], "processes": run[1], "peak GB": sum(highest) / 2**30})
+            table[-1] |= {kind: held / 2**30 for kind, held in zip(KINDS, highest, strict=True)}
+            table[-1]["off from the allocator"] = f"{result['off']:.2%}"
+    print_table(table)
+    draw(found, options.picture)
+    sys.exit(3 if any(result["off"] > TOLERANCE for result in found.values()) else 0)
