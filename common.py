@@ -54,11 +54,12 @@ class Parser(argparse.ArgumentParser):
     """argparse with a script's header as its help, the flags of this file, and `--foo_bar` taken as `--foo-bar`."""
 
     def __init__(self, header: str, checkpoints: bool = False) -> None:
-        width, kinds = shutil.get_terminal_size().columns, ("RawDescription", "ArgumentDefaults")
-        form = type("Help", tuple(getattr(argparse, f"{kind}HelpFormatter") for kind in kinds), {})
+        kinds = (argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter)
+        width = shutil.get_terminal_size().columns
         texts = [text if text.startswith("    ") else textwrap.fill(text, width) for text in header.split("\n\n")]
         start, end = "\n\n".join(texts[:2]), "examples:\n" + "\n\n".join(texts[2:])
-        super().__init__(None, "%(prog)s [flags]", start, end, formatter_class=form, allow_abbrev=False)
+        options = {"formatter_class": type("Help", kinds, {}), "allow_abbrev": False}
+        super().__init__(usage="%(prog)s [flags]", description=start, epilog=end, **options)
         titles = ("data and model", "training", "FSDP", "processes and output")
         self.groups = {title: self.add_argument_group(title) for title in titles}
         add, count, switch = self.groups[titles[-1]].add_argument, at_least(0), argparse.BooleanOptionalAction

@@ -399,7 +399,7 @@ def parse_args() -> argparse.Namespace:
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, metavar="NAME", help=", ".join(RESHARD))
     add("--shards-per-replica", default=0, type=count, help="processes of a replica in hybrids; 0: a node's")
     add("--local-steps", default=50, type=size, help="of DILOCO, between synchronizations; the paper: 500")
-    add("--outer-lr", default=0.7, type=number, help="of DILOCO's outer SGD")
+    add("--outer-lr", default=0.7, type=number, help="of DILOCO's outer SGD; 1, with momentum 0, averages")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO's outer SGD, Nesterov's")
     add("--outer-precision", default="fp32", choices=PRECISIONS, help="in which DILOCO sends what weights moved by")
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 where native, else fp32")

@@ -222,11 +222,9 @@ def main(args, world) -> None:
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
         if sys.platform == "linux":
-            libc = ctypes.CDLL(None)
-            libc.malloc_trim(0)  # of the network before
             # M_MMAP_THRESHOLD: freed tensors leave the process, so that its peak counts what it holds. This takes time,
             # and the shallow network's activations are large beside its parameters.
-            libc.mallopt(-3, 2**25 if network == "shallow" else 2**16)
+            ctypes.CDLL(None).mallopt(-3, 2**25 if network == "shallow" else 2**16)
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
         model = NETWORKS[network]()
         if args.mode == "local":

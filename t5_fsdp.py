@@ -131,7 +131,7 @@ def train_step(args, world, model, optimizer, scaler, batch) -> torch.Tensor:
     for first in range(0, len(batch["labels"]), args.batch_size):
         micro_batch = {name: tensor[first : first + args.batch_size] for name, tensor in batch.items()}
         # Only the last micro-batch sends gradients (FSDP1's no_sync); ZeRO-2 keeps its parameters until then.
-        is_last = first + args.batch_size == len(batch["labels"])
+        is_last = first + args.batch_size >= len(batch["labels"])
         if args.fsdp_version == 2:
             model.set_requires_gradient_sync(is_last)
             model.set_reshard_after_backward(is_last or STRATEGIES[args.sharding_strategy][1])
@@ -278,7 +278,7 @@ def parse_args() -> argparse.Namespace:
     count, size, number, flag = common.at_least(0), common.at_least(1), common.at_least(0, float), "store_true"
     add = parser.groups["data and model"].add_argument
     add("--model", default="builtin", type=common.hub_or_folder, help="builtin, or any T5: a Hub name or a folder")
-    add("--dataset", default="builtin", help="builtin; a .csv, .json(l) or .parquet file; a Hub dataset")
+    add("--dataset", default="builtin", help="builtin; a .csv, .json, .jsonl or .parquet file; a Hub dataset")
     add("--text-column", default="text", help="of the dataset, with the articles")
     add("--summary-column", default="headline", help="of the dataset, with their summaries")
     add("--num-train-samples", default=8000, type=count, help="articles to train on at most; 0 for all")
@@ -290,7 +290,7 @@ def parse_args() -> argparse.Namespace:
     add("--epochs", default=4, type=size, help="passes over the articles")
     add("--max-steps", default=0, type=count, help="stop after this many steps, with the same schedule; 0: never")
     add("--batch-size", default=16, type=size, help="articles in a process at once: fewer, less memory")
-    add("--accumulation-steps", default=1, type=size, help="batches in a step: a larger step in the same memory")
+    add("--accumulation-steps", default=1, type=size, help="batches in one step of the optimizer")
     add("--test-batch-size", default=32, type=size, help="articles per process in validation")
     add("--lr", default=1e-3, type=number, help="learning rate of AdamW")
     add("--gamma", default=0.8, type=number, help="factor on the learning rate after each epoch")
@@ -403,8 +403,9 @@ def main(args, world) -> None:
         if args.max_steps and progress["step"] >= args.max_steps:
             break
     for article, summary in zip(validation_set, summaries[:3], strict=False):
-        texts = {"article": article["text"], "reference": article["summary"], "summary": summary}
-        log.say("\n" + "\n".join(f"{name:<10} {textwrap.shorten(text, 300)}" for name, text in texts.items()))
+        log.say("")
+        for name, text in {"article": article["text"], "reference": article["summary"], "summary": summary}.items():
+            log.say(textwrap.fill(f"{name:<10} {text}", 79, subsequent_indent=" " * 11, max_lines=5))
     log.say(f"\nmetrics  {log.path}, run {log.run}\nmodel    {best if args.save_model else 'not saved'}")
 
 

@@ -83,8 +83,8 @@ def count_bytes(options: argparse.Namespace, world: common.World) -> None:
         crossed = [count(*step) for _ in range(3)]  # the first step is not counted: it connects
         crossed = (crossed[1] + crossed[2]) / 2
         if outer:
-            outer.step()
-            crossed += statistics.median([count(outer.step) for _ in range(3)]) / LOCAL_STEPS
+            _, *synchronizations = (count(outer.step) for _ in range(3))  # the first one connects
+            crossed += sum(synchronizations) / 2 / LOCAL_STEPS
         del model, optimizer, outer, step
         gc.collect()
         crossed = common.sum_over_ranks(torch.tensor(crossed)) / world.size / 1e6

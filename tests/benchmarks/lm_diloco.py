@@ -5,8 +5,8 @@
 
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), joined by a slow cable. The tiny Llama
 of lm_multinode.py learns the built-in texts under NO_SHARD, _HYBRID_SHARD_ZERO2 and DILOCO, with the same tokens in a
-step and the same steps. The table has the validation perplexity at the end, and how long the run took from its first
-step; the picture both at every validation.
+step and the same steps; DILOCO with the paper's outer optimizer, and with one that only averages. The table has the
+validation perplexity at the end, and how long the run took from its first step; the picture both at every validation.
 """
 
 import argparse
@@ -24,16 +24,20 @@ from matplotlib import pyplot
 from shared import ROOT, print_table, read_metrics
 from two_nodes import two_nodes
 
-REPLICAS = ("--shards-per-replica", 2), ("--shards-per-replica", 1)  # two on two nodes, or four
+TWO, FOUR = (("--sharding-strategy", "DILOCO", "--shards-per-replica", shards) for shards in (2, 1))
+AVERAGING = (*TWO, "--outer-lr", 1, "--outer-momentum", 0)  # all go on from the mean of their weights
 RUNS = {
     "NO_SHARD": ("--sharding-strategy", "NO_SHARD"),
-    "_HYBRID_SHARD_ZERO2": ("--sharding-strategy", "_HYBRID_SHARD_ZERO2", *REPLICAS[0]),
-    "DILOCO, 2 replicas, H = 50": ("--sharding-strategy", "DILOCO", *REPLICAS[0], "--local-steps", 50),
-    "DILOCO, 4 replicas, H = 50": ("--sharding-strategy", "DILOCO", *REPLICAS[1], "--local-steps", 50),
-    "DILOCO, 2 replicas, H = 10": ("--sharding-strategy", "DILOCO", *REPLICAS[0], "--local-steps", 10),
-    "DILOCO, 2 replicas, H = 100": ("--sharding-strategy", "DILOCO", *REPLICAS[0], "--local-steps", 100),
+    "_HYBRID_SHARD_ZERO2": ("--sharding-strategy", "_HYBRID_SHARD_ZERO2", "--shards-per-replica", 2),
+    "DILOCO, 2 replicas, H = 50": (*TWO, "--local-steps", 50),
+    "DILOCO, 4 replicas, H = 50": (*FOUR, "--local-steps", 50),
+    "DILOCO, 2 replicas, averaging, H = 50": (*AVERAGING, "--local-steps", 50),
+    "DILOCO, 2 replicas, averaging, H = 10": (*AVERAGING, "--local-steps", 10),
+    "DILOCO, 2 replicas, averaging, H = 100": (*AVERAGING, "--local-steps", 100),
+    "DILOCO, 2 replicas, H = 10": (*TWO, "--local-steps", 10),
+    "DILOCO, 2 replicas, H = 100": (*TWO, "--local-steps", 100),
 }
-DRAWN = 4  # of them
+DRAWN = 5  # of them
 
 
 def measure(nodes, folder: Path, name: str, options: argparse.Namespace) -> list[tuple[int, float, float]]:
@@ -52,10 +56,14 @@ def draw(curves: dict[str, list], caption: str, picture: Path) -> None:
     """Perplexity over tokens, and over seconds."""
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "diloco", "font.size": 10}
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-    for column, (panel, label) in enumerate(zip(panels, ("tokens", "seconds"), strict=True)):
+    for column, (panel, unit) in enumerate(zip(panels, ("tokens", "seconds"), strict=True)):
         for name in list(curves)[:DRAWN]:
-            panel.plot([point[column] for point in curves[name]], [point[2] for point in curves[name]], label=name)
-        panel.set(xlabel=label, yscale="log")
+            label = f" {name}"  # matplotlib leaves out what begins with an underscore
+            panel.plot([point[column] for point in curves[name]], [point[2] for point in curves[name]], label=label)
+        panel.set(xlabel=unit, yscale="log")
+        panel.xaxis.set_major_formatter("{x:,.0f}")
+        panel.yaxis.set_minor_formatter("{x:,.0f}")
+        panel.yaxis.set_major_formatter("{x:,.0f}")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("validation perplexity")
     panels[0].legend(frameon=False)

@@ -6,7 +6,7 @@
 The network of equal layers in mnist_fsdp.py, and a T5 of t5-small's shape, each trained locally, then with FSDP2 under
 SHARD_GRAD_OP and FULL_SHARD. After every operation of rank 0's second step (the first makes the optimizer's state) all
 tensors that are alive are added up. At ten points of the step the sum is compared with PyTorch's own count of what its
-allocator has given out, and the command fails if they differ by more than 1%.
+allocator has given out in this thread, and the command fails if they differ by more than 0.1%.
 """
 
 import argparse
@@ -45,7 +45,7 @@ KINDS = {  # from below, with their colours
 RUNS = (("local", 1), ("SHARD_GRAD_OP", 2), ("FULL_SHARD", 2), ("FULL_SHARD", 4))
 MODELS = {"layers": "the 40 equal layers of mnist_fsdp.py", "t5": "a T5 of t5-small's shape"}
 POINTS = 10
-TOLERANCE = 0.01
+TOLERANCE = 0.001
 
 
 class Tracker(TorchDispatchMode):
@@ -143,8 +143,10 @@ def measure(name: str, strategy: str, world, result: Path) -> None:
         step(tracker)
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     given, at_points = 0, []
+    here = next(event.start_thread_id() for event in events if event.name() == "point 1")
     for event in events:
-        given += event.nbytes() if event.name() == "[memory]" else 0
+        # gloo's threads make copies of what they send, and free them.
+        given += event.nbytes() if event.name() == "[memory]" and event.start_thread_id() == here else 0
         if event.name().startswith("point "):
             at_points.append(given)
     # The allocator's count begins with the profiler, so changes since the first point are compared.
@@ -165,10 +167,10 @@ def draw(results: dict, picture: Path) -> None:
     for line, (model, words) in zip(panels, MODELS.items(), strict=True):
         for panel, run in zip(line, RUNS, strict=True):
             rows = torch.tensor(results[model, run]["rows"]).double() / 2**30
-            chunk = max(1, len(rows) // 240)  # the most of each few operations
+            chunk = max(1, len(rows) // 160)  # the most of each few operations
             shown = torch.stack([part[part.sum(1).argmax()] for part in rows.split(chunk)])
             x = torch.arange(len(shown)) * chunk / len(rows)
-            panel.stackplot(x, shown.T, labels=list(KINDS), colors=list(KINDS.values()), linewidth=0, step="post")
+            panel.stackplot(x, shown.T, labels=list(KINDS), colors=list(KINDS.values()), linewidth=0)
             for name, end in zip(("backward", "optimizer"), results[model, run]["ends"], strict=True):
                 panel.axvline(end / len(rows), color="#1f2328", linewidth=0.6)
                 panel.text(end / len(rows), 1.01, name, transform=panel.get_xaxis_transform(), fontsize=7, ha="center")
@@ -184,8 +186,9 @@ def draw(results: dict, picture: Path) -> None:
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
     figure.patch.set_facecolor("white")  # readable on a dark page, too
     figure.savefig(picture, metadata={"Date": None})
-    text = re.sub(r"(?<=[ML ]|-)(\d+\.\d)\d+", r"\1", picture.read_text())  # a tenth of a pixel
-    picture.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    # A tenth of a pixel is enough for the lines.
+    text = re.sub(r"^([ML] \d+\.\d)\d*( \d+\.\d)\d* *$", r"\1\2", picture.read_text(), flags=re.MULTILINE)
+    picture.write_text(text)
 
 
 if __name__ == "__main__":
