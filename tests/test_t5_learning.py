@@ -35,7 +35,7 @@ def test_the_first_lines_say_what_runs(trained):
         r"fsdp     FSDP2, FULL_SHARD, (fp32|bf16)",
         r"model    builtin, [\d,]+ parameters, 0\.\d+ GB of state a process, which has",
         r"data     builtin, 8,000 articles to train on, 300 to validate",
-        r"epoch    step     loss  val_loss  rouge1  rouge2  rougeL  grad_norm        lr  tokens/s  peak_gb",
+        r"epoch    step     loss  val_loss  rouge1  rouge2  rougeL  grad_norm        lr    tokens/s  peak_gb",
     ):
         assert re.search(f"^{line}", trained[1], re.MULTILINE), line
     assert len(records(trained[0], "loss", "grad_norm", "lr", "tokens/s", "peak_gb")) == len(
