@@ -499,6 +499,7 @@ def main(args, world) -> None:
         return compare_strategies(args, world, config, lambda: load(args, world, source, tokenizer, {}))
     model, optimizer = build(args, world, config)
     outer = Outer(args, world, model) if args.sharding_strategy == "DILOCO" else None
+    torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed; dropout, if the model has it, one per rank
     progress = {"step": 0, "places": [{}] * world.size}
     fixed = ("model", "dataset", "seq_length", "global_batch_size", "lr", "warmup_steps", "max_steps", "seed")
     if outer:

@@ -35,15 +35,16 @@ common.train_tokenizer = train_once
 if "no-dropout" in sys.argv:
     torch.nn.Dropout.forward = lambda self, x: x  # each rank has its own dropout: parity needs none
 if "record-shards" in sys.argv:
-    export = common.export
+    validate = script.validate
 
-    def record_shards(model, tokenizer, folder, world):
-        """Also write the sum of each of this rank's own shards, next to the model."""
-        export(model, tokenizer, folder, world)
+    def record_shards(args, world, model, *rest):
+        """Also write the sum of each of this rank's own shards; the last time stays."""
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-        torch.save(torch.stack([p.detach().double().sum() for p in shards]), folder.parent / f"shards-{world.rank}.pt")
+        sums = torch.stack([p.detach().double().sum() for p in shards])
+        torch.save(sums, args.output_dir / f"shards-{world.rank}.pt")
+        return validate(args, world, model, *rest)
 
-    common.export = record_shards
+    script.validate = record_shards
 if "infinite-loss" in sys.argv:
     summed_loss, calls = script.summed_loss, []
 

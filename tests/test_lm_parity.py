@@ -30,14 +30,16 @@ STRATEGIES = {
     "HYBRID_SHARD": ("--shards-per-replica", 2),
     "_HYBRID_SHARD_ZERO2": ("--shards-per-replica", 2),
 }
+# Before torch 2.14 FSDP1 does not save on a CPU.
+VERSIONS = {1: ("--fsdp-version", 1, "--no-save-model"), 2: ("--fsdp-version", 2)}
 EXACT = {
-    f"fsdp{version} {name}": ("--fsdp-version", version, "--sharding-strategy", name, *MICRO, *more)
-    for version in (1, 2)
+    f"fsdp{version} {name}": (*VERSIONS[version], "--sharding-strategy", name, *MICRO, *more)
+    for version in VERSIONS
     for name, more in STRATEGIES.items()
 } | {
     "one large batch": ("--micro-batch-size", 4),
     "fsdp2 recomputing": (*MICRO, "--activation-checkpointing"),
-    "fsdp1 recomputing": (*MICRO, "--activation-checkpointing", "--fsdp-version", 1),
+    "fsdp1 recomputing": (*MICRO, "--activation-checkpointing", *VERSIONS[1]),
     "fsdp2 on the CPU": (*MICRO, "--cpu-offload"),
     "one shard": (*MICRO, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1),
 }
