@@ -370,7 +370,7 @@ def save_checkpoint(folder: Path, model, optimizer, progress: dict, world: World
     except (OSError, dcp.api.CheckpointException) as error:
         free = shutil.disk_usage(folder).free / 2**30
         shutil.rmtree(path, ignore_errors=True)  # half of one would keep a full disk full
-        cause = str(error).splitlines()[-1]  # the line that names it: those above are every rank's traceback
+        cause = str(error).strip().rpartition("\n")[2]  # the line that names it: those above are every rank's traceback
         raise UserError(f"could not save {path}, where {free:.3f} GB are free: {cause}") from error
 
 
