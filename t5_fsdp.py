@@ -291,7 +291,7 @@ def parse_args() -> argparse.Namespace:
     add("--max-steps", default=0, type=count, help="stop after this many steps, with the same schedule; 0: never")
     add("--batch-size", default=16, type=size, help="articles in a process at once: fewer, less memory")
     add("--accumulation-steps", default=1, type=size, help="batches in one step of the optimizer")
-    add("--test-batch-size", default=32, type=size, help="articles per process in validation")
+    add("--test-batch-size", default=50, type=size, help="articles per process in validation")
     add("--lr", default=1e-3, type=number, help="learning rate of AdamW")
     add("--gamma", default=0.8, type=number, help="factor on the learning rate after each epoch")
     add = parser.groups["FSDP"].add_argument

@@ -83,7 +83,7 @@ def test_shallow_network_equals_a_plain_loop(processes, small_mnist, tmp_path):
         changes = [["--mode", "local"]]
     base = ["--model", "shallow", *flags(small_mnist, processes)]
     settings = [[*base, *change, "--output-dir", tmp_path / str(i)] for i, change in enumerate(changes)]
-    run_many("mnist_fsdp", settings, processes, "no-dropout", fork=processes != 2)
+    run_many("mnist_fsdp", settings, processes, "no-dropout")
     for i in range(len(settings)):
         check(tmp_path / str(i), plain_loop("shallow", processes or 1))
 
@@ -93,7 +93,7 @@ def test_xpu_script_equals_a_plain_loop(processes, small_mnist, tmp_path):
     """Two epochs of Adadelta with a learning rate that falls; FSDP2 sums and divides, where others average."""
     base = [*flags(small_mnist, processes), "--gamma", 0.5, "--lr", 0.1]
     settings = [[*base, "--fsdp-version", v, "--output-dir", tmp_path / str(v)] for v in (1, 2)]
-    run_many("mnist_fsdp_xpu", settings, processes, "no-dropout", fork=processes != 2)
+    run_many("mnist_fsdp_xpu", settings, processes, "no-dropout")
     for version in (1, 2):
         check(tmp_path / str(version), plain_loop("xpu", processes))
 
@@ -104,9 +104,9 @@ def test_the_divisor_matters():
     assert abs(one - four) > 1e-3
 
 
-@pytest.mark.parametrize("processes, version", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("processes, version", [(1, 1), (2, 2)])
 def test_deep_network_is_sharded_in_equal_parts_and_equals_a_plain_loop(processes, version, small_mnist, tmp_path):
-    """The state falls as 1/N within 2% (2 processes are in test_mnist.py), and two steps give the same losses."""
+    """The state falls as 1/N within 2%, and two steps give the same losses."""
     options = ["--model", "deep", *flags(small_mnist, processes, epochs=1), "--num-train-samples", 2 * GLOBAL_BATCH]
     options += ["--fsdp-version", version, "--output-dir", tmp_path]
     finished = run_many("mnist_fsdp", [options], processes, "no-dropout")

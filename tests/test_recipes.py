@@ -177,7 +177,7 @@ def plain(folder, articles_csv):
     """Losses and gradient norms without FSDP, by the model's own loss; the model, and the batch of the next step."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     articles = load(articles_csv)[0]
-    texts = tokenizer(["summarize: " + text for text in articles["text"]], max_length=SOURCE, truncation=True)
+    texts = tokenizer(articles["text"][:], max_length=SOURCE, truncation=True)
     labels = tokenizer(articles["summary"][:], max_length=SUMMARY, truncation=True)
     pairs = zip(texts["input_ids"], labels["input_ids"], strict=True)
     samples = [{"input_ids": text, "labels": label} for text, label in pairs]

@@ -4,12 +4,13 @@ import json
 import random
 import re
 from argparse import Namespace
+from pathlib import Path
 from unittest import mock
 
 import torch
 
 import pytest
-from conftest import records, run_many, succeed, write_csv
+from conftest import CACHES, records, run_many, succeed, write_csv
 
 import common
 import t5_fsdp
@@ -156,28 +157,24 @@ def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
     assert finished.stdout.count("\nsummary    ") == 2 * 3  # of three articles, where it validates
 
 
-@pytest.fixture(scope="module")
-def without_native_bf16(tmp_path_factory, tiny_model, articles_csv):
-    """A run with --precision bf16 and one with auto, as on a CPU that only emulates bf16. Both share a new cache."""
-    root = tmp_path_factory.mktemp("emulated")
+def test_bf16_runs_where_it_is_emulated_and_auto_is_fp32_there(tmp_path, tiny_model, articles_csv):
+    """As on a CPU that has no bf16. PyTorch reads the variable when it is imported."""
     arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 64, "--epochs", 1]
-    arguments += ["--max-target-length", 8, "--no-run-validation", "--no-save-model"]
-    environment = {"ATEN_CPU_CAPABILITY": "avx2", "HF_HOME": str(root)}  # PyTorch reads it when it is imported
-    bf16 = succeed("t5_fsdp.py", *arguments, "--precision", "bf16", "--output-dir", root / "bf16", **environment)
-    cached = set(root.glob("datasets/**/*.arrow"))
-    auto = succeed("t5_fsdp.py", *arguments, "--num-processes", 1, "--output-dir", root / "auto", **environment)
-    return bf16, auto, cached, set(root.glob("datasets/**/*.arrow"))
+    arguments += ["--no-run-validation", "--no-save-model", "--log-every", 1]
+    runs = [[*arguments, "--precision", name, "--output-dir", tmp_path / name] for name in ("auto", "bf16")]
+    finished = run_many("t5_fsdp", runs, 2, fork=False, ATEN_CPU_CAPABILITY="avx2")
+    assert re.findall(r"^fsdp .*, (\w+)$", finished.stdout, re.M) == ["fp32", "bf16"]
+    assert len(re.findall("^--precision bf16: .* only emulates bf16, which is slow$", finished.stderr, re.M)) == 1
+    fp32, bf16 = ([row["loss"] for row in records(tmp_path / name, "loss")] for name in ("auto", "bf16"))
+    assert bf16 == pytest.approx(fp32, rel=0.02) and bf16 != fp32
 
 
-def test_bf16_runs_where_it_is_emulated_and_auto_is_fp32_there(without_native_bf16):
-    for finished, precision in zip(without_native_bf16, ("bf16", "fp32"), strict=False):
-        assert f"fsdp     FSDP2, FULL_SHARD, {precision}\n" in finished.stdout
-        assert finished.stderr.count("only emulates bf16, which is slow") == (precision == "bf16")
-    # Without torchrun, two processes are started on a CPU; --num-processes says otherwise.
-    for finished, processes in zip(without_native_bf16, (2, 1), strict=False):
-        assert f"run      {processes} processes on cpu" in finished.stdout
-
-
-def test_other_processes_find_the_articles_in_the_cache(without_native_bf16):
-    cached, after = without_native_bf16[2:]
-    assert cached and after == cached
+def test_other_processes_find_the_articles_in_the_cache(tmp_path, tiny_model):
+    path = write_csv(tmp_path / "new.csv", [common.builtin_article(number) for number in range(300, 400)])
+    arguments = ("--model", tiny_model, "--dataset", path, "--num-train-samples", 16, "--no-run-validation")
+    arguments += ("--no-save-model", "--epochs", 1, "--batch-size", 8)
+    caches = []
+    for processes in (2, 1):
+        succeed("t5_fsdp.py", *arguments, "--output-dir", tmp_path / str(processes), processes=processes, fork=True)
+        caches.append(set(Path(CACHES.name).glob("datasets/**/*.arrow")))
+    assert caches[0] == caches[1] and len(list(Path(CACHES.name).glob("datasets/csv/**/cache-*.arrow"))) > 3
