@@ -1,7 +1,7 @@
 """How do I fine-tune a real transformer with every FSDP feature that matters?
 
 Fine-tunes T5 to summarize articles, sharded with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`). Without
-flags it needs no download: a small T5 learns built-in articles in two minutes on two cores.
+flags it needs no download: a small T5 learns built-in articles in two to three minutes on two cores.
 
     python t5_fsdp.py                                       # one process for each GPU, or two on the CPU
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --dataset data/wikihowAll.csv \\
@@ -287,7 +287,7 @@ def parse_args() -> argparse.Namespace:
     add("--max-source-length", default=512, type=size, help="tokens kept of an article: fewer take less memory")
     add("--max-target-length", default=150, type=size, help="tokens kept of a summary, and generated at most")
     add = parser.groups["training"].add_argument
-    add("--epochs", default=4, type=size, help="passes over the articles")
+    add("--epochs", default=3, type=size, help="passes over the articles")
     add("--max-steps", default=0, type=count, help="stop after this many steps, with the same schedule; 0: never")
     add("--batch-size", default=16, type=size, help="articles in a process at once: fewer, less memory")
     add("--accumulation-steps", default=1, type=size, help="batches in one step of the optimizer")
