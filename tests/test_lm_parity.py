@@ -142,11 +142,11 @@ def test_weights_and_validation_are_the_same_on_any_number_of_processes(plain, p
 def test_bf16_is_close_to_fp32(plain, tmp_path):
     """And the policy did something."""
     settings = [
-        [*SETTINGS, *SHORT, "--precision", "bf16", "--fsdp-version", version, "--output-dir", tmp_path / version]
-        for version in "12"
+        [*SETTINGS, *SHORT, "--precision", "bf16", *flags, "--output-dir", tmp_path / str(version)]
+        for version, flags in VERSIONS.items()
     ]
     run_many("lm_multinode", settings, PROCESSES)
-    for version in "12":
-        losses, _, _ = curve(tmp_path / version)
+    for version in VERSIONS:
+        losses, _, _ = curve(tmp_path / str(version))
         assert len(losses) == 3 and losses == pytest.approx(plain[0][:3], rel=0.01)
         assert losses != pytest.approx(plain[0][:3], abs=1e-6)

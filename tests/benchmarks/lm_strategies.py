@@ -1,4 +1,4 @@
-"""Speed, memory and traffic of lm_multinode.py's five strategies, as a table and as the picture docs/strategies.svg.
+"""Speed, memory and traffic of lm_multinode.py's strategies, as a table and as the picture docs/strategies.svg.
 
     pip install matplotlib
     python tests/benchmarks/lm_strategies.py [--turns 3] [--processes 4]

@@ -1,8 +1,8 @@
-"""Samples per second and peak memory of both digit networks: local training, FSDP2 and FSDP1 in alternating turns.
+"""Samples per second and peak memory of the digit networks: local training, FSDP2 and FSDP1 in alternating turns.
 
     python tests/benchmarks/mnist_memory_speed.py [--turns 3] [--processes 2]
 
-Every turn is a run of mnist_fsdp.py in new processes, one epoch of 6,400 images (deep: 1,280). A second table has what
+Every turn is a run of mnist_fsdp.py in new processes, one epoch of 6,400 images (layers, deep: 1,280). A second table has what
 each process of the deep network holds on 1, 2 and 4 processes.
 """
 
@@ -27,7 +27,7 @@ def measure(network: str, variant: str, processes: int, *flags) -> dict:
 
 def compare(processes: int, number: int):
     """Yield the rows of the first table."""
-    for network in ("shallow", "deep"):
+    for network in ("layers", "deep", "shallow"):
         turns = [{name: measure(network, name, processes) for name in VARIANTS} for _ in range(number)]
         for name in VARIANTS:
             speed, local = (statistics.median(turn[mode]["samples/s"] for turn in turns) for mode in (name, "local"))
