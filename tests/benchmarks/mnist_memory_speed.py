@@ -2,8 +2,8 @@
 
     python tests/benchmarks/mnist_memory_speed.py [--turns 3] [--processes 2]
 
-Every turn is a run of mnist_fsdp.py in new processes, one epoch of 6,400 images (layers, deep: 1,280). A second table has what
-each process of the deep network holds on 1, 2 and 4 processes.
+Every turn is a run of mnist_fsdp.py in new processes, one epoch of 6,400 images (layers, deep: 1,280). A second table
+has what each process of the deep network holds on 1, 2 and 4 processes.
 """
 
 import argparse
