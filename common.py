@@ -110,7 +110,8 @@ def fail(message: str, code: int = 2) -> NoReturn:
         time.sleep(10)
     done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     message += " (torchrun tries again, as --max-restarts says)" if done < most else ""
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody reads it, after `| head` for example
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     os._exit(code)  # an orderly end can hang: another rank may wait in a collective
 
 

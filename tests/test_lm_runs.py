@@ -5,12 +5,14 @@ import http.server
 import json
 import re
 import shutil
+import subprocess
+import sys
 import threading
 
 import torch
 
 import pytest
-from conftest import check_bad_input, make_model, records, run_many, succeed
+from conftest import ROOT, check_bad_input, make_model, records, run_many, succeed
 from test_lm_data import write_shards
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -236,6 +238,19 @@ def test_a_gated_tokenizer_is_a_sentence_that_names_the_way_out(tmp_path):
         options = ("--tokenizer", "mistralai/Mistral-7B-v0.1", "--output-dir", tmp_path)
         check_bad_input("lm_multinode.py", [(options, 1, "gated repo.* access .*run `hf auth login`")], [], **hub)
         server.shutdown()
+
+
+def test_a_run_whose_output_nobody_reads_ends(tmp_path):
+    """As in `python lm_multinode.py 2>&1 | head`; the worker that packs texts must not keep it."""
+    options = (*SMALL, "--num-processes", 1, "--max-steps", 100_000, "--output-dir", tmp_path)
+    command = [sys.executable, ROOT / "lm_multinode.py", *map(str, options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        try:
+            assert any(re.match(" +2 ", line) for line in running.stdout)
+            running.stdout.close()
+            assert running.wait(timeout=60) == 2
+        finally:
+            running.kill()
 
 
 def test_bad_input_is_one_sentence(tmp_path):
