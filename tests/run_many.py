@@ -49,14 +49,14 @@ if "infinite-loss" in sys.argv:
     summed_loss, calls = script.summed_loss, []
 
     def infinite_once(model, batch, *options):
-        """The ninth time that rank 1 trains on a batch."""
+        """The fifth time that rank 2 trains on a batch."""
         if torch.is_grad_enabled():
             calls.append(None)
-        return summed_loss(model, batch) * (float("inf") if world.rank == 1 and len(calls) == 9 else 1)
+        return summed_loss(model, batch) * (float("inf") if world.rank == 2 and len(calls) == 5 else 1)
 
     script.summed_loss = infinite_once
 if "graphs-only" in sys.argv:
-    run_graph = lookup_backend("eager")
+    run_graph = lookup_backend("aot_eager")
 
     def count_graph(graph, inputs):
         print("graph captured", file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ def test_rows_are_measured():
         "lm": (length, 6 * weights + 12 * layers * hidden * length),
         "t5": (t5_length, 3 * gpu_table.t5_forward_flops(gpu_table.t5_config("tiny")) / t5_length),
     }
-    for part, index in (("lm", 3), ("lm-best", 1), ("t5-base", 6)):
+    for part, index in (("lm", 3), ("lm-best", 1), ("t5-base", 3), ("t5-base", 6)):
         case = gpu_table.cases(part, tiny=True)[index] | {"compile": False, "profile": part == "lm-best"}
         result, printed = run_forked(case, None)
         tokens, flops = models[case["kind"]]

@@ -47,7 +47,7 @@ def test_both_halves_learn_the_digits_and_stand_side_by_side(tmp_path):
     kinds = [(row["mode"], row["processes"], row["epoch"]) for row in rows]
     assert kinds == [("local", 1, 1), ("local", 1, 2), ("local", 1, 3), ("fsdp", 2, 1), ("fsdp", 2, 2), ("fsdp", 2, 3)]
     local, fsdp = rows[2], rows[5]
-    assert local["accuracy"] >= 0.85 and fsdp["accuracy"] >= 0.8
+    assert local["accuracy"] >= 0.85 and fsdp["accuracy"] >= 0.85
     assert local["state_gb"] == pytest.approx(16 * 1_199_882 / 2**30, rel=0.01)
     assert fsdp["state_gb"] == pytest.approx(local["state_gb"] / 2, rel=0.02)
     assert local["peak_gb"] > 0.1 and fsdp["peak_gb"] > 0.1  # PyTorch alone takes more
@@ -277,8 +277,8 @@ def test_processes_started_by_plain_python_end_together(tmp_path):
     script = tmp_path / "small.py"
     script.write_text(SMALL_SCRIPT.format(root=str(ROOT)))
 
-    fates = {"killed": "SIGKILL", "crash 1": "ZeroDivisionError: a bug"}
-    with ThreadPoolExecutor(2) as pool:
+    fates = {"killed": "SIGKILL", "crash 0": "ZeroDivisionError: a bug", "crash 1": "ZeroDivisionError: a bug"}
+    with ThreadPoolExecutor(3) as pool:
         ends = pool.map(lambda fate: run(script, fate, timeout=150), fates)  # the timeout of a collective: 60 minutes
         for (fate, cause), finished in zip(fates.items(), ends, strict=True):
             assert finished.stdout.count("together 2") == 2

@@ -91,12 +91,13 @@ def test_checkpoints_move_to_another_number_of_processes(copy, shared):
     assert after["val_loss"] == pytest.approx(before["val_loss"], abs=1e-5)
 
 
-def test_a_restart_after_a_killed_process_loses_nothing(resumed, shared, tmp_path):
-    """As torchrun makes it, with which test_lm_two_nodes.py does the same."""
-    arguments = (*shared, "--no-save-model", "--checkpoint-every", EVERY, "--output-dir", tmp_path)
-    kill = (1, (tmp_path / "checkpoints" / "step-0000005" / ".metadata").exists)
-    assert run("t5_fsdp.py", *arguments, processes=2, fork=True, kill=kill).returncode == -signal.SIGKILL
-    succeed("t5_fsdp.py", *arguments, processes=2, fork=True, TORCHELASTIC_RESTART_COUNT="1")
+def test_torchrun_restarts_after_a_killed_process_and_loses_nothing(resumed, shared, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*torchrun, "--max-restarts", "1", ROOT / "t5_fsdp.py", *shared, "--checkpoint-every", str(EVERY)]
+    with started([*command, "--no-save-model", "--output-dir", tmp_path]) as running:
+        wait_for(running, (tmp_path / "checkpoints" / "step-0000005" / ".metadata").exists)
+        os.kill(processes_of(running)[-1], signal.SIGKILL)
+        assert running.wait(timeout=200) == 0
     assert losses(tmp_path) == losses(resumed / "whole2")
     assert len({row["run"] for row in records(tmp_path, "loss")}) == 2  # it did start twice
 
