@@ -95,6 +95,7 @@ def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(whole, version, 
     newest = tmp_path / "checkpoints" / f"step-{STEPS:07d}"
     largest = max(newest.glob(file), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size - 100)
+    (newest / "of a killed run").touch()
     arguments = (*SETTINGS, *SAVING, "--fsdp-version", version, "--resume", "--output-dir", tmp_path)
     finished = succeed("lm_multinode.py", *arguments, processes=PROCESSES, fork=True)
     [line] = [line for line in finished.stderr.splitlines() if "damaged" in line]
@@ -103,6 +104,8 @@ def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(whole, version, 
     assert steps_in(tmp_path)[STEPS:] == [STEPS - 2, STEPS - 1, STEPS]
     assert losses(tmp_path) == losses(whole[version])
     assert steps_of(tmp_path) == [STEPS - EVERY, STEPS]
+    # The folder itself stays: a faster rank, which makes it too, fails when another removes it in that moment.
+    assert (newest / "of a killed run").exists()
 
 
 def test_sigterm_on_one_process_saves_and_leaves_with_code_0(whole, tmp_path):
