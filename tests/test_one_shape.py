@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib
+import inspect
 import re
 import sys
 
@@ -174,3 +175,15 @@ def test_the_scripts_are_short_enough_to_read():
     """Each is copied with common.py; together they were twice as long once."""
     sizes = {name: len((ROOT / f"{name}.py").read_text().splitlines()) for name in ("common", *SCRIPTS)}
     assert sum(sizes.values()) <= 1_985, sizes
+
+
+def test_benchmarks_call_what_the_scripts_have():
+    """Names and arguments; most benchmarks take too long to run here."""
+    for path in (ROOT / "tests" / "benchmarks").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            used = node.func if isinstance(node, ast.Call) else node
+            if not isinstance(used, ast.Attribute) or ast.unparse(used.value) not in (*SCRIPTS, "common"):
+                continue
+            thing = getattr(importlib.import_module(used.value.id), used.attr)
+            if used is not node and None not in (names := [keyword.arg for keyword in node.keywords]):
+                inspect.signature(thing).bind(*node.args, **dict.fromkeys(names))

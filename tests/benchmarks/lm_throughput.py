@@ -132,7 +132,7 @@ def make_document(args, world, source, tokenizer) -> Callable[[], int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     def tokenize(rows: dict) -> dict:
-        texts = list(lm_multinode.texts_of(rows["text"]))
+        texts = list(lm_multinode.texts_of(rows["text"], args.text_column))
         return tokenizer(texts, truncation=True, max_length=args.seq_length, padding="max_length")
 
     rows = source.map(tokenize, batched=True, remove_columns=["text"])

@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shared import Words, compare_checkouts, print_table
 from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration
+from transformers.models.t5.modeling_t5 import T5Block
 
 import common
 import t5_fsdp
@@ -89,7 +90,7 @@ def make_document(args, world, articles, tokenizer, config):
     dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), t5_fsdp.PRECISIONS[args.precision][0])
     model = FSDP(
         t5_fsdp.load_model(args, config),
-        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={t5_fsdp.T5Block}),
+        auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block}),
         mixed_precision=MixedPrecision(**dtypes),
         device_id=world.device,
     )
