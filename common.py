@@ -90,6 +90,7 @@ def at_least(low: float, kind: type = int) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"{text} is not a number of at least {low}")
         return kind(text)
 
+    number.__name__ = "whole number" if kind is int else "number"  # for argparse's own sentence
     return number
 
 
@@ -274,11 +275,9 @@ def describe_size(num_parameters: int, shards: int, world: World, copies: int = 
     AdamW in fp32 takes four `copies` of a parameter, 4 bytes each: weight, gradient, two moments. Raises UserError
     where these alone do not fit.
     """
-    on_device = world.device.type in ("cuda", "xpu") and not offload
-    if on_device:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
+    if on_device := world.device.type in ("cuda", "xpu") and not offload:
         memory = torch.accelerator.get_memory_info(world.device)[1]
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
     held = 4 * copies * num_parameters / shards
     size = f"{num_parameters:,} parameters, {held / 2**30:.3f} GB of state a process, which has {memory / 2**30:.0f} GB"
     if held > memory:
@@ -478,16 +477,16 @@ def load_articles(name: str, columns: tuple[str, str], counts: tuple[int, int], 
     """
     import datasets  # here: the scripts without text need not wait for it
 
-    # WikiHow (arXiv:1810.09305) has stray commas, and titles of parts ("How to Make Bread2") that must not be split.
+    # WikiHow (arXiv:1810.09305) has stray commas, and parts of one article ("How to Make Bread2") that stay together.
     def clean(row: dict) -> dict:
         text = re.sub(r"(^|\n)\s*,", r"\1", str(row[columns[0]] or "")).strip()
         summary = re.sub(r"\s*,\s*(\n|$)", r"\1", str(row[columns[1]] or "")).strip()
-        title = re.sub(r"\W*\d*$", "", str(row.get("title") or text)).strip().lower()
+        title = re.sub(r"(?<=[^\s\d])\d+$", "", str(row.get("title") or text).strip()).lower()
         return {"text": text, "summary": summary, "held_out": random.Random(title).random() < 0.05}
 
     if dist.get_rank() or not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    kind = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(name).suffix)
+    kind = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}.get(Path(name).suffix.lower())
     try:
         if name == "builtin":
             rows = datasets.Dataset.from_list([builtin_article(number) for number in range(10_000)])
@@ -498,7 +497,7 @@ def load_articles(name: str, columns: tuple[str, str], counts: tuple[int, int], 
         if not {*columns} <= {*rows.column_names}:
             raise ValueError(f"its columns are {', '.join(rows.column_names)}")
         rows = rows.map(clean, remove_columns=rows.column_names)
-    except (KeyError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (KeyError, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         flags = f"--text-column {columns[0]} and --summary-column {columns[1]}"
         raise UserError(f"--dataset {name} with {flags} cannot be read: {error.__cause__ or error}") from error
     usable = rows.filter(lambda row: 0 < len(row["summary"]) <= longest * len(row["text"]))
@@ -506,8 +505,11 @@ def load_articles(name: str, columns: tuple[str, str], counts: tuple[int, int], 
     for held_out, count in zip((False, True), counts, strict=True):
         side = usable.filter(lambda row, side=held_out: row["held_out"] == side).shuffle(seed=0)
         chosen.append(side.select(range(min(count or len(side), len(side)))))
+    found = f"{len(rows):,} rows, of which {len(usable):,} have a text and a summary within --max-summary-share"
     if not all(map(len, chosen)):
-        raise UserError(f"--dataset {name}: {len(usable)} of {len(rows)} rows are usable, too few to hold some out")
+        raise UserError(f"--dataset {name}: {found}; these are too few, or of too few titles, to hold some out")
+    if dist.get_rank() == 0:
+        print(f"dataset  {name}, {found}", flush=True)
     return chosen
 
 

@@ -69,8 +69,6 @@ RESHARD = {
     "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 in a replica: (s-1)/s (P + G) stays in it, 2 (r-1)/r G/s crosses
     "DILOCO": True,  # ZeRO-3 in a replica, which trains by itself; in H steps 2 (r-1)/r W/s cross, W bytes of weights
 }
-
-
 TWO_LEVELS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")  # replicas, sharded each
 
 
@@ -180,8 +178,8 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, di
             model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         with contextlib.nullcontext() if args.fsdp_version == 2 or is_last else model.no_sync():
             loss = summed_loss(model, batch)
-            # FSDP averages gradients over ranks. Times their number and over all tokens of the step, that average is
-            # the gradient of the mean over the global batch, as if one process held it.
+            # FSDP averages gradients over ranks. Multiplied by their number and divided by all tokens of the step, that
+            # is the gradient of the mean over the global batch, as if one process held it.
             (loss * world.size / tokens).backward()
         loss_sum += loss.detach()
     if args.fsdp_version == 2:
@@ -476,13 +474,13 @@ def main(args, world) -> None:
     if args.sharding_strategy == "DILOCO" and args.validate_every % args.local_steps:
         raise common.UserError("--validate-every must be a multiple of --local-steps: DILOCO shares weights only then")
     if args.global_batch_size % (args.micro_batch_size * world.size):
-        text = "--global-batch-size must be a multiple of --micro-batch-size times"
-        raise common.UserError(f"{text} {world.size} processes")
+        raise common.UserError(
+            f"--global-batch-size must be a multiple of --micro-batch-size times {world.size} processes"
+        )
     with readable(args):
         source, held_out = load_texts(args)
         if not held_out:
-            text = "no such file, or too few records with a text in --text-column"
-            raise ValueError(f"{text} {args.text_column} to hold some out")
+            raise ValueError(f"no such file, or too few texts in --text-column {args.text_column} to hold some out")
     config, tokenizer = load_config_and_tokenizer(args, world, source)
     packed = pack({"text": [json.dumps({args.text_column: text}) for text in held_out]}, [0], args, tokenizer, [0])
     sequences = torch.from_numpy(np.concatenate([packed["input_ids"], packed["labels"][:, -1:]], axis=1))
@@ -505,7 +503,7 @@ def main(args, world) -> None:
     if outer:
         args.shards_per_replica = num_shards(args, world)
         fixed += ("sharding_strategy", "shards_per_replica", "local_steps", "outer_lr", "outer_momentum")
-    settings = {name: getattr(args, name) for name in fixed}
+    settings = {name: getattr(args, name) for name in fixed}  # a resumed run must have the same
     progress |= common.load_checkpoint(checkpoints, model, optimizer, settings, world, outer) | {"settings": vars(args)}
     if progress["step"]:
         log.say(f"resumed  from step {progress['step']}")

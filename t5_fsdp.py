@@ -137,7 +137,7 @@ def train_step(args, world, model, optimizer, scaler, batch) -> torch.Tensor:
             model.set_reshard_after_backward(is_last or STRATEGIES[args.sharding_strategy][1])
         with contextlib.nullcontext() if args.fsdp_version == 2 or is_last else model.no_sync():
             loss = summed_loss(model, micro_batch)
-            # FSDP averages gradients over ranks. Times the number of ranks and over everybody's tokens, that average is
+            # FSDP averages gradients over ranks. Multiplied by their number and divided by all their tokens, that is
             # the gradient of the mean over all real target tokens, as if one process held the whole global batch.
             scaler.scale(loss * world.size / all_tokens).backward()
         loss_sum += loss.detach()
@@ -161,14 +161,14 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
 
 
 def learning_rate(args, step: int, done: float) -> float:
-    """Of step 1, 2, ..., before which `done` epochs are done, 1.5 for example: --gamma lowers it after each epoch."""
+    """Of step 1, 2, ..., with `done` epochs behind it, 1.5 for example: --gamma lowers it after each epoch."""
     return args.lr * args.gamma ** int(done)
 
 
 @torch.compiler.set_stance("force_eager")  # with --compile: a graph for every length of a summary is not worth it
 def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     """Greedy summaries. On all ranks together: `synced_gpus` keeps those gathering that have finished their own."""
-    options = {"max_new_tokens": args.max_target_length, "do_sample": False, "synced_gpus": True}
+    options = {"max_new_tokens": args.max_target_length, "do_sample": False, "num_beams": 1, "synced_gpus": True}
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     if args.fsdp_version == 2:
         return model.generate(**inputs, **options)
@@ -212,7 +212,7 @@ def load_config_and_tokenizer(args, world, articles) -> tuple:
     except (OSError, ValueError) as error:
         raise common.UserError(f"--model {args.model} cannot be read: {error}") from error
     if config.model_type != "t5":
-        raise common.UserError(f"--model {args.model} is a {config.model_type}; blocks_of says what is sharded")
+        raise common.UserError(f"--model {args.model} is not a T5; docs/your-model-and-data.md says what to change")
     return config, tokenizer
 
 
@@ -251,7 +251,7 @@ def validate(args, world, model, articles, collate, log) -> tuple[dict, list[str
     """The loss over all articles, each counted once on any number of ranks; ROUGE and summaries of the first 100."""
     model.eval()
     totals, own_summaries = torch.zeros(2, device=world.device), {}
-    # Every rank must take part in every forward pass: numbers past the end stand for nothing.
+    # Every rank must take part in every forward pass: numbers past the end repeat articles, and do not count.
     padded = math.ceil(len(articles) / world.size) * world.size
     own = torch.arange(world.rank, padded, world.size).split(args.test_batch_size)
     batches = load(articles, [(part % len(articles)).tolist() for part in own], collate, world)
@@ -333,7 +333,7 @@ def main(args, world) -> None:
     log.say(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
     num_parameters, offload = empty_model(config).num_parameters(), args.cpu_offload
     log.say(f"model    {args.model}, {common.describe_size(num_parameters, world.size, world, offload=offload)}")
-    log.say(f"data     {args.dataset}, {len(train_set):,} articles to train on, {len(validation_set):,} to validate")
+    log.say(f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate")
     mesh = init_device_mesh(world.device.type, (world.size,))
     model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, config)
     # After sharding: it must see the shards. Fused AdamW takes loss scaling into its kernel, which fails on DTensors.
@@ -345,7 +345,7 @@ def main(args, world) -> None:
     split = {"processes": world.size, "step_size": step_size}
     progress = {"epoch": 1, "step": 0, "samples": 0, "best_loss": math.inf, **split}  # samples: of this epoch
     fixed = ("model", "dataset", "num_train_samples", "max_source_length", "max_target_length", "seed", "lr", "gamma")
-    settings = {name: getattr(args, name) for name in fixed}
+    settings = {name: getattr(args, name) for name in fixed}  # a resumed run must have the same
     progress |= common.load_checkpoint(checkpoints, model, optimizer, settings, world)
     if progress.get("scaler"):
         scaler.load_state_dict(progress["scaler"])

@@ -70,6 +70,15 @@ def test_sections_and_methods_of_an_article_never_straddle_the_split(tmp_path):
     assert len(trained | held_out) == 100 and len(held_out) <= 15  # 5 expected
 
 
+def test_rows_that_their_titles_number_are_apart_and_counted(tmp_path, capsys):
+    rows = [common.builtin_article(number) | {"title": f"Report {number}"} for number in range(200)]
+    rows[0]["headline"] = ""
+    train, validation = load(write_csv(tmp_path / "reports.CSV", rows))
+    assert len(train) + len(validation) == 199 and 3 <= len(validation) <= 25
+    counts = "reports.CSV, 200 rows, of which 199 have a text and a summary within --max-summary-share"
+    assert counts in capsys.readouterr().out
+
+
 def test_the_split_depends_on_titles_and_not_on_the_order_of_the_rows(tmp_path):
     rows = [common.builtin_article(number) for number in range(300)]
     whole = load(write_csv(tmp_path / "a.csv", rows))

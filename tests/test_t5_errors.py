@@ -27,14 +27,16 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
     t5 = write("unnamed/config.json", "{}").parent
     occupied = write("occupied", "a file where the output folder should be")
     data = {
-        tmp_path / "absent.csv": "absent.csv",
+        tmp_path / "absent.csv": "--dataset .*absent.csv with .* cannot be read",
         write("notes.txt", "text"): "notes.txt",
         "someone/absent": "someone/absent",
         write_csv(
             tmp_path / "columns.csv", [{"body": "a", "abstract": "b"}]
         ): "--text-column text and --summary-column headline cannot be read: its columns are body, abstract",
-        write_csv(tmp_path / "gap.csv", [{"headline": "", "title": "t", "text": "a"}]): "0 of 1 rows are usable",
-        write_csv(tmp_path / "one.csv", [ARTICLES[0]]): "1 of 1 rows are usable, too few to hold some out",
+        write_csv(
+            tmp_path / "gap.csv", [{"headline": "", "title": "t", "text": "a"}]
+        ): "1 rows, of which 0 have a text and a summary within",
+        write_csv(tmp_path / "one.csv", [ARTICLES[0]]): "1 rows, of which 1 have .* too few, or of too few titles",
         write("latin1.csv", "headline,title,text\nÉté,t,text of summer\n".encode("latin1")): "utf-8.* decode",
         write("late.csv", b"headline,title,text\na,t,text\n" * 9000 + b"\xe9"): "utf-8.* decode",
         write("broken.csv", "headline,title,text\na,b,c\na,b,c,d,e\n"): "broken.csv .*cannot be read",
@@ -47,7 +49,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
     as_forks += [
         ((*usual, *arguments), None, pattern)
         for arguments, pattern in (
-            (("--model", bert, *here), "is a bert; blocks_of says what is sharded"),
+            (("--model", bert, *here), "is not a T5; docs/your-model-and-data.md says what to change"),
             (("--model", t5, *here), "unnamed"),
             (("--model", tmp_path, *here), "config.json"),
             (("--model", "someone/absent", *here), "someone/absent"),
@@ -55,6 +57,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
             (("--num-train-samples", -1), "argument --num-train-samples: -1 is not a number of at least 0"),
             (("--lr", "nan"), "argument --lr: nan is not a number"),
             (("--lr", "fast"), "argument --lr: invalid number value: 'fast'"),
+            (("--epochs", "1.5"), "argument --epochs: invalid whole number value: '1.5'"),
             (("--epoch", 1), r"unrecognized arguments: --epoch 1 \(did you mean --epochs\? --help"),
             (("--model", "./nomodel"), r"argument --model: \./nomodel: no such folder"),
             (("--sharding-strategy", "HYBRID_SHARD"), "invalid choice: 'HYBRID_SHARD'"),

@@ -35,7 +35,8 @@ def test_the_first_lines_say_what_runs(trained):
         r"run      \d+ processes on \w+, torch 2\.[^,]*, transformers ",
         r"fsdp     FSDP2, FULL_SHARD, (fp32|bf16)",
         r"model    builtin, [\d,]+ parameters, 0\.\d+ GB of state a process, which has",
-        r"data     builtin, 4,000 articles to train on, 300 to validate",
+        r"dataset  builtin, 10,000 rows, of which 10,000 have a text and a summary within --max-summary-share",
+        r"data     4,000 articles to train on, 300 to validate",
         r"epoch    step     loss  val_loss  rouge1  rouge2  rougeL  grad_norm        lr    tokens/s  peak_gb",
     ):
         assert re.search(f"^{line}", trained[1], re.MULTILINE), line
