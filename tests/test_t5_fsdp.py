@@ -1,9 +1,11 @@
 """Each FSDP flag does what it says, seen from inside one training step."""
 
 import json
+import re
 
 import pytest
-from conftest import make_model, records, run_many, succeed
+from conftest import SAVE_ON_CPU, make_model, records, run_many, succeed
+from transformers import GenerationConfig
 from will_it_fit import state_bytes
 
 SETTINGS = {
@@ -94,3 +96,21 @@ def test_compile_keeps_the_losses(tmp_path, articles_csv):
     [plain], [compiled] = (records(tmp_path / name, "loss") for name in switches)
     assert compiled["loss"] == pytest.approx(plain["loss"], abs=1e-5)
     assert compiled["grad_norm"] == pytest.approx(plain["grad_norm"], abs=1e-4)
+
+
+def test_a_models_own_settings_of_generation_are_kept_but_summaries_are_greedy(tmp_path, articles_csv):
+    plain, beams = (make_model(tmp_path / name, initializer_factor=5.0) for name in ("plain", "beams"))
+    GenerationConfig.from_pretrained(plain, num_beams=4).save_pretrained(beams)
+    options = ("--dataset", articles_csv, "--num-train-samples", 8, "--batch-size", 8, "--epochs", 1, "--precision")
+    options += ("fp32", "--max-target-length", 12, "--num-validation-samples", 3)
+    cases = {"plain": (plain, 2)} | {f"beams-{version}": (beams, version) for version in SAVE_ON_CPU}
+    settings = [
+        [*options, "--model", model, "--fsdp-version", version, "--output-dir", tmp_path / name / "output"]
+        for name, (model, version) in cases.items()
+    ]
+    printed = run_many("t5_fsdp", settings, 1).stdout
+    summaries = re.findall(r"^summary    (.+(?:\n {11}.+)*)$", printed, re.MULTILINE)
+    assert summaries == summaries[:3] * len(cases) and len(set(summaries)) == 3
+    for version in SAVE_ON_CPU:
+        best = tmp_path / f"beams-{version}" / "output" / "best"
+        assert GenerationConfig.from_pretrained(best).num_beams == 4
