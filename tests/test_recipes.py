@@ -251,7 +251,7 @@ def runs(csv, tmp_path_factory):
 
 
 def test_the_flags_read_another_csv(runs, csv):
-    [train, validation] = map(int, re.search(r"^data .*, (\d+) articles .*, (\d+) to validate", runs[1], re.M).groups())
+    [train, validation] = map(int, re.search(r"^data +(\d+) articles .*, (\d+) to validate", runs[1], re.M).groups())
     assert train + validation == 190
     assert sum(map(len, load(csv, text="body", summary="abstract"))) == 170  # without --max-summary-share
 
