@@ -361,9 +361,10 @@ def save_checkpoint(folder: Path, model, optimizer, progress: dict, world: World
     path = folder / "checkpoints" / f"step-{progress['step']:07d}"
     try:
         if world.rank == 0:
-            path.mkdir(parents=True, exist_ok=True)  # a killed run has left it, or another rank is faster
+            path.mkdir(parents=True, exist_ok=True)  # a killed run may have left it
             (path / ".metadata").unlink(missing_ok=True)  # unfinished again
             (path / "progress.json").write_text(json.dumps(progress, default=str))
+        dist.barrier()  # dcp.save looks into the folder on every rank
         dcp.save(state_of(model, optimizer, world, outer)[0], checkpoint_id=path)
         for old in sorted(path.parent.glob("*/.metadata"))[:-2] if world.rank == 0 else ():
             shutil.rmtree(old.parent)

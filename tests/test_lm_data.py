@@ -192,7 +192,7 @@ def test_faults_in_files_are_one_sentence(tmp_path):
     ]
     for name, content, options, message in (
         ("empty", gzip.compress(b""), (), ""),
-        ("fields", gzip.compress(good.replace(b'"text"', b'"body"')), (), "a text in --text-column text"),
+        ("fields", gzip.compress(good.replace(b'"text"', b'"body"')), (), "too few texts in --text-column text"),
         ("cut", gzip.compress(good)[:-20], (), "ended before the end-of-stream"),
         ("not gzip", good, (), "Not a gzipped file"),
         ("not text", gzip.compress(good + b"\xff"), (), "'utf-8' codec can't decode"),
