@@ -42,6 +42,9 @@ class UserError(Exception):
     """Bad input. Its text is one sentence that says what is wrong and what to do."""
 
 
+TIMEOUT = timedelta(minutes=10)  # of a collective: who waits longer waits for a process that hangs or is gone
+
+
 class World(NamedTuple):
     rank: int
     local_rank: int  # picks a device and nothing else
@@ -64,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         self.groups = {title: self.add_argument_group(title) for title in titles}
         add, count, switch = self.groups[titles[-1]].add_argument, at_least(0), argparse.BooleanOptionalAction
         add("--num-processes", default=0, type=count, help="to start; 0: one for each GPU, or two on a CPU")
-        add("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu", "mps"), help="auto: GPUs, if there are")
+        add("--device", default="auto", help="auto: GPUs, if there are; cpu; or by name: cuda, xpu, mps")
         add("--seed", default=1, type=count, help="of weights, data order and dropout; another one, another run")
         add("--output-dir", default=Path("output", Path(sys.argv[0]).stem), type=Path, help="one for each run")
         add("--save-model", default=True, action=switch, help="export the best or last model")
@@ -116,8 +119,8 @@ def fail(message: str, code: int = 2) -> NoReturn:
     os._exit(code)  # an orderly end can hang: another rank may wait in a collective
 
 
-def run(main: Callable[[argparse.Namespace, World], None], args: argparse.Namespace) -> None:
-    """Call `main(args, world)` in every process; without torchrun, start them first."""
+def run(main: Callable[[argparse.Namespace, World], None], args: argparse.Namespace, apart: bool = False) -> None:
+    """Call `main(args, world)` in every process; without torchrun, start them first, with `apart` also a single one."""
     try:
         accelerator = find_accelerator(args.device)
         if args.fsdp_version == 1 and args.save_model and not accelerator and torch.__version__ < (2, 14):
@@ -125,9 +128,9 @@ def run(main: Callable[[argparse.Namespace, World], None], args: argparse.Namesp
         if args.fsdp_version == 1 and getattr(args, "cpu_offload", False) and not accelerator:
             raise UserError("FSDP1 offloads from a GPU only; on a CPU use --fsdp-version 2, or no --cpu-offload")
         if accelerator and accelerator.type == "mps" and getattr(args, "mode", None) != "local":
-            raise UserError("FSDP does not run on Apple's GPUs; use --device cpu, or mnist_fsdp.py --mode local")
+            raise UserError("FSDP was not tried on Apple's GPUs; use --device cpu, or mnist_fsdp.py --mode local")
         count = args.num_processes or (torch.accelerator.device_count() if accelerator else 2)  # two on a CPU
-        if "RANK" not in os.environ and count > 1:
+        if "RANK" not in os.environ and (apart or count > 1):
             return start_processes(count)
         main(args, setup(accelerator))
     except (UserError, OSError, dist.DistNetworkError) as error:  # OSError: of a file, the disk, the Hub
@@ -156,9 +159,11 @@ def start_processes(count: int) -> None:
 
 
 def find_accelerator(name: str) -> torch.device | None:
-    """The kind of GPU that `--device` names, None for the CPU. `auto` skips Apple's, where FSDP does not run."""
+    """The kind of GPU that `--device` names, None for the CPU. `auto` skips Apple's, where FSDP was not tried."""
+    if name == "cpu":
+        return None
     found = torch.accelerator.current_accelerator(check_available=True)
-    if name == "cpu" or (name == "auto" and (not found or found.type == "mps")):
+    if name == "auto" and (not found or found.type == "mps"):
         return None
     if not found or name not in ("auto", found.type):
         raise UserError(f"--device {name}: torch {torch.__version__} finds none; install its build or use --device cpu")
@@ -172,18 +177,19 @@ def setup(accelerator: torch.device | None) -> World:
     names = (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
     rank, local_rank, size, local_size = (int(os.environ.get(name, default)) for name, default in names)
     device = torch.device(accelerator.type, local_rank) if accelerator else torch.device("cpu")
-    if not accelerator:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // local_size))  # torchrun allows one
-    elif local_size > (count := torch.accelerator.device_count()):
-        raise UserError(f"{local_size} processes on this node, but {count} GPUs; start at most one for each")
-    else:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_size))  # torchrun allows one, also to an offloaded optimizer
+    if accelerator:
+        count = torch.accelerator.device_count()
+        if local_size > count:
+            raise UserError(f"{local_size} processes on this node, but {count} GPUs; start at most one for each")
         torch.accelerator.set_device_index(local_rank)  # before the process group, or all open a context on device 0
         torch.set_float32_matmul_precision("high")  # TF32: fp32 products several times faster, with 10 bits of mantissa
     # Tensors of the CPU go over gloo, those of the device over NCCL or XCCL. Unnamed, it would be the latter alone.
-    options = {"backend": "gloo", "timeout": timedelta(minutes=60)}  # all wait while one tokenizes
-    if device.type in ("cuda", "xpu"):
-        options["backend"] = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    backend = dist.get_default_backend_for_device(device)
+    options = {"backend": backend, "timeout": TIMEOUT}
+    if backend != "gloo":
+        options["backend"] = f"cpu:gloo,{device.type}:{backend}"
     if "RANK" in os.environ:
         # A store of rank 0's own: torchrun's outlives a restart, with dead processes' addresses (pytorch#135712).
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
@@ -197,17 +203,12 @@ def setup(accelerator: torch.device | None) -> World:
 @contextlib.contextmanager
 def first_on_node(world: World):
     """The first process of each node runs the block before the others, which then find its results in the cache."""
-    if world.local_rank:
-        dist.barrier()
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))  # the block may download, or tokenize
+    if world.local_rank != 0:
+        dist.barrier(group)
     yield
-    if not world.local_rank:
-        dist.barrier()
-
-
-def limit_waits(minutes: int = 10) -> None:
-    """Data is prepared: from here on, a collective that takes longer means that another process hangs or is gone."""
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.15
-    set_timeout(timedelta(minutes=minutes))
+    if world.local_rank == 0:
+        dist.barrier(group)
 
 
 class StopRequest:
@@ -224,6 +225,11 @@ class StopRequest:
         return flag.item() > 0
 
 
+def ignore_sigterm(worker: int) -> None:
+    """For a DataLoader's workers: they must outlive the SIGTERM that a cluster sends to every process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def choose_precision(name: str, device: torch.device) -> str:
     """`--precision`, where `auto` is bf16 if the device computes in it (the T5 tutorial's `bf16_ready`), else fp32."""
     if device.type != "cpu":
@@ -237,9 +243,11 @@ def choose_precision(name: str, device: torch.device) -> str:
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------------------
-def sum_over_ranks(values: torch.Tensor) -> list[float]:
-    """Sum over all ranks and read from the device, for which the host waits: not in every step. A collective."""
-    dist.all_reduce(total := values.cpu().clone())
+def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[float]:
+    """Sum over all ranks, or those of a group, and read from the device, for which the host waits: not in every step.
+    A collective."""
+    total = values.cpu().clone()
+    dist.all_reduce(total, group=group)
     return total.tolist()
 
 
@@ -252,7 +260,7 @@ def state_gb(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
 def peak_memory(device: torch.device) -> dict[str, float]:
     """GB at most since the last call: of the device's memory, or on a CPU of this process's resident memory (Linux)."""
     peaks = {"peak_gb": math.nan}
-    if device.type in ("cuda", "xpu"):  # reserved: with what the allocator keeps for later
+    if device.type not in ("cpu", "mps"):  # reserved: with what the allocator keeps for later
         peaks = {"peak_gb": torch.accelerator.max_memory_allocated(device) / 2**30}
         peaks["reserved_gb"] = torch.accelerator.max_memory_reserved(device) / 2**30
         torch.accelerator.reset_peak_memory_stats(device)
@@ -276,7 +284,8 @@ def describe_size(num_parameters: int, shards: int, world: World, copies: int = 
     where these alone do not fit.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
-    if on_device := world.device.type in ("cuda", "xpu") and not offload:
+    on_device = world.device.type not in ("cpu", "mps") and not offload
+    if on_device:
         memory = torch.accelerator.get_memory_info(world.device)[1]
     held = 4 * copies * num_parameters / shards
     size = f"{num_parameters:,} parameters, {held / 2**30:.3f} GB of state a process, which has {memory / 2**30:.0f} GB"
@@ -329,6 +338,12 @@ class Log:
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------
+def refuse_fsdp1_offload(args: argparse.Namespace) -> None:
+    """For a model that is not sharded: FSDP1 then computes with a pinned copy of its weights, and loads into others."""
+    if args.fsdp_version == 1 and args.cpu_offload:
+        raise UserError("FSDP1 with --cpu-offload resumes wrongly with one shard; use --fsdp-version 2, or more shards")
+
+
 def find_checkpoints(folder: Path, resume: bool) -> list[Path]:
     """The finished checkpoints, oldest first, to go on from with `resume` or after torchrun's restart. A collective."""
     # .metadata is written at the very end. On several nodes torchrun counts a restart only where a process was lost.
@@ -348,7 +363,7 @@ def state_of(model, optimizer, world: World, outer) -> tuple[dict, dict, list]:
     weights, moments = sd.get_state_dict(model, optimizer)
     own = {"cpu": torch.get_rng_state()}
     if world.device.type != "cpu":
-        own["device"] = torch.get_device_module(world.device).get_rng_state()
+        own[world.device.type] = torch.get_device_module(world.device).get_rng_state()
     if outer:
         own |= {"shared": dict(enumerate(outer.shared)), "momentum": dict(enumerate(outer.momentum))}
     part = f"-{outer.replica}" if outer else ""
@@ -395,6 +410,8 @@ def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: 
                 if outer:
                     raise UserError(f"{path} was made by more or fewer processes, which DILOCO's replicas cannot join")
                 del state[mine]
+            elif f"{mine}.{world.device.type}" not in saved:  # saved on another kind of device: the same
+                del own[world.device.type]
             dcp.load(state, checkpoint_id=path)
         except (OSError, EOFError, ValueError, pickle.UnpicklingError, dcp.api.CheckpointException) as error:
             if world.rank == 0:
@@ -403,8 +420,8 @@ def load_checkpoint(paths: list[Path], model, optimizer, settings: dict, world: 
         moments = {"state": state[moments], "param_groups": groups}
         sd.set_state_dict(model, optimizer, model_state_dict=state[weights], optim_state_dict=moments)
         torch.set_rng_state(own["cpu"])
-        if world.device.type != "cpu":
-            torch.get_device_module(world.device).set_rng_state(own["device"])
+        if world.device.type != "cpu" and world.device.type in own:
+            torch.get_device_module(world.device).set_rng_state(own[world.device.type])
         return progress
     if paths:
         raise UserError(f"no checkpoint in {paths[0].parent} can be read; start again with another --output-dir")

@@ -9,12 +9,14 @@ Python's own reference.
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 \\
         --max-restarts 3 lm_multinode.py --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \\
         --micro-batch-size 8 --global-batch-size 128 --seq-length 1024 --lr 4e-4 --warmup-steps 1000 \\
-        --max-steps 88000 --validate-every 1000 --checkpoint-every 500 --resume     # the recipe; on every node
+        --max-steps 88000 --validate-every 1000 --checkpoint-every 500 --resume \\
+        --sharding-strategy HYBRID_SHARD    # the recipe; on every node
 
 Follows "Run Torch FSDP" (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example), with the
-model and recipe of OpenDiLoCo (arXiv:2407.07852). Where it departs: texts are packed into full sequences (its code pads
-each to 1,024 tokens), the global batch counts the processes, gradients are sent after the last micro-batch (its test is
-inverted), every decoder layer is a unit (not the whole model), the learning rate has a schedule, FSDP2 is the default.
+model, learning rate, warm-up and steps of OpenDiLoCo (arXiv:2407.07852), whose batch is 512 and whose cosine ends at 0.
+Where it departs: texts are packed into full sequences (its code pads each to 1,024 tokens), the global batch counts the
+processes, gradients are sent after the last micro-batch (its test is inverted), every decoder layer is a unit (not the
+whole model), the learning rate has a schedule, FSDP2 is the default.
 """
 
 import argparse
@@ -25,7 +27,6 @@ import itertools
 import json
 import math
 import re
-import signal
 import time
 import warnings
 import zlib
@@ -59,15 +60,16 @@ transformers.logging.disable_progress_bar()
 # Gathered and computed with in, reduced in: many processes add up many small numbers, so in fp32.
 PRECISIONS = {"fp32": (torch.float32, torch.float32), "bf16": (torch.bfloat16, torch.float32)}
 # FSDP1's names. In FSDP2 each is two facts: the mesh, and reshard_after_forward, which frees parameters after forward
-# and gathers them again for backward. Behind it, what a process sends in a step: G bytes of gradients, P bytes of
-# parameters, m micro-batches, n processes, in r replicas of s shards where hybrid.
+# and gathers them again for backward, except for the root unit. Behind it, what a process sends in a step of m
+# micro-batches: n processes, in r replicas of s shards where hybrid; P bytes of parameters, of which L in layers; G of
+# gradients. From the least memory in a process to the most, on nodes of 8.
 RESHARD = {
-    "NO_SHARD": False,  # DDP, nothing is sharded: 2 (n-1)/n G
-    "SHARD_GRAD_OP": False,  # ZeRO-2, parameters are gathered once a step: (n-1)/n (P + G)
-    "FULL_SHARD": True,  # ZeRO-3, for each forward and each backward: (n-1)/n (2 m P + G)
-    "HYBRID_SHARD": True,  # ZeRO-3 in a replica (a node): (s-1)/s (2 m P + G) stays in it, 2 (r-1)/r G/s crosses
-    "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 in a replica: (s-1)/s (P + G) stays in it, 2 (r-1)/r G/s crosses
+    "FULL_SHARD": True,  # ZeRO-3, parameters are gathered for each forward and backward: (n-1)/n (m (P + L) + G)
+    "HYBRID_SHARD": True,  # ZeRO-3 in a replica (a node): (s-1)/s (m (P + L) + G) stays in it, 2 (r-1)/r G/s crosses
     "DILOCO": True,  # ZeRO-3 in a replica, which trains by itself; in H steps 2 (r-1)/r W/s cross, W bytes of weights
+    "SHARD_GRAD_OP": False,  # ZeRO-2, parameters are gathered once a step: (n-1)/n (P + G)
+    "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 in a replica: (s-1)/s (P + G) stays in it, 2 (r-1)/r G/s crosses
+    "NO_SHARD": False,  # DDP, nothing is sharded: 2 (n-1)/n G
 }
 TWO_LEVELS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")  # replicas, sharded each
 
@@ -94,7 +96,11 @@ def make_mesh(args, world):
     if args.sharding_strategy in TWO_LEVELS or (shards < world.size and args.fsdp_version == 2):
         # The last dimension counts fastest: neighbours, on one node, are the shards of a replica.
         shape, names = (world.size // shards, shards), ("replicate", "shard")
-        return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+        if hasattr(dist, "set_timeout"):  # before torch 2.15 these groups wait 30 minutes
+            for group in mesh.get_all_groups():
+                dist.set_timeout(common.TIMEOUT, group)
+        return mesh
     return init_device_mesh(world.device.type, (world.size,))
 
 
@@ -102,7 +108,8 @@ def make_mesh(args, world):
 # output layer.
 def shard_with_fsdp2(args, world, config) -> nn.Module:
     """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
-    whole = load_model(args, config) if world.rank == 0 else None  # on the CPU
+    with common.first_on_node(world):  # the others wait, if need be for a download
+        whole = load_model(args, config) if world.rank == 0 else None  # on the CPU
     model = empty_model(config)  # no device ever holds the whole model
     layers = prepare_layers(args, model)
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
@@ -116,14 +123,15 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
     fully_shard(model, **options)  # the root stays gathered after forward: backward begins with it
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.device.type == "xpu":
-            module.set_force_sum_reduction_for_comms(True)  # Intel's oneCCL cannot average
+            module.set_force_sum_reduction_for_comms(True)  # Intel's oneCCL cannot average on every machine
     common.load_weights(model, whole, world, args.cpu_offload)  # memory for its shards, and rank 0's weights in it
     return model
 
 
 def shard_with_fsdp1(args, world, config) -> nn.Module:
     """Shard with `FullyShardedDataParallel`: top-down through a wrap policy, one flat parameter per unit."""
-    model = load_model(args, config)  # on every rank's CPU; units move to the device one by one as they are wrapped
+    with common.first_on_node(world):
+        model = load_model(args, config)  # on every rank's CPU; units move to the device one by one as they are wrapped
     layers = prepare_layers(args, model)
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     return FSDP(
@@ -176,7 +184,9 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, di
         if args.fsdp_version == 2:
             model.set_requires_gradient_sync(is_last)
             model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
-        with contextlib.nullcontext() if args.fsdp_version == 2 or is_last else model.no_sync():
+        # One process has nothing to send; there FSDP1's no_sync fails in bf16 with tied weights.
+        waits = args.fsdp_version == 1 and not is_last and world.size > 1
+        with model.no_sync() if waits else contextlib.nullcontext():
             loss = summed_loss(model, batch)
             # FSDP averages gradients over ranks. Multiplied by their number and divided by all tokens of the step, that
             # is the gradient of the mean over the global batch, as if one process held it.
@@ -196,6 +206,7 @@ class Outer:
     def __init__(self, args, world, model) -> None:
         mesh = make_mesh(args, world)
         self.args, self.group, self.replica = args, mesh.get_group("replicate"), mesh.get_local_rank("replicate")
+        self.own_replica = mesh.get_group("shard")
         self.weights = [parameter.detach().to_local() for parameter in model.parameters()]  # views of its shards
         self.shared = [weight.clone() for weight in self.weights]
         self.momentum = [torch.zeros_like(weight) for weight in self.weights]
@@ -224,7 +235,9 @@ MODELS = {  # hidden size, width of the feed-forward part, layers, attention hea
     "150m": (1024, 2688, 12, 16, 16),  # PrimeIntellect/llama-150m-fresh
     "1b": (2048, 5632, 22, 32, 4),  # TinyLlama's shape
 }
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "MI300X": 1307}  # dense bf16
+# Dense bf16, by what a device's name contains; the first that fits.
+PEAK_TFLOPS = {"GB200": 2500, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989}
+PEAK_TFLOPS |= {"A100": 312, "L40S": 362, "MI300X": 1307}
 
 
 def load_model(args, config) -> nn.Module:
@@ -288,11 +301,30 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
             raise common.UserError(f"--dataset {name} is a folder; name its files, as in --dataset '{name}/*.json.gz'")
         else:
             whole = load(*name.split(":"), split="train")
-        whole = whole.map(lambda row: {"text": json.dumps({column: row.get(column)})}).select_columns(["text"])
-    # 5% are held out, chosen by content: a record that comes twice is on one side.
-    source = whole.filter(lambda row: zlib.crc32(row["text"].encode()) % 20 > 0)
-    held_out = whole.filter(lambda row: zlib.crc32(row["text"].encode()) % 20 == 0)
-    return source, list(texts_of((row["text"] for row in held_out.take(args.num_validation_texts)), column))
+        whole = whole.map(to_record, fn_kwargs={"column": column}).select_columns(["text"])
+    held_out = whole.filter(is_held_out).take(args.num_validation_texts)
+    return whole.filter(is_for_training), list(texts_of((row["text"] for row in held_out), column))
+
+
+# What the DataLoader's worker calls is not local, nor a lambda: where workers are not forked (macOS, Python 3.14), it
+# arrives there as a pickle.
+def to_record(row: dict, column: str) -> dict:
+    """A row of any dataset as the JSON record that C4 would have for it."""
+    return {"text": json.dumps({column: row.get(column)})}
+
+
+def is_held_out(row: dict) -> bool:
+    """5% of the records, chosen by content: one that comes twice is on one side."""
+    return zlib.crc32(row["text"].encode()) % 20 == 0
+
+
+def is_for_training(row: dict) -> bool:
+    return not is_held_out(row)
+
+
+def is_own(row: dict, number: int, rank: int, world_size: int) -> bool:
+    """Every n-th record is this rank's."""
+    return number % world_size == rank
 
 
 @contextlib.contextmanager
@@ -328,7 +360,8 @@ class Batches(IterableDataset):
         self.args, self.rank, self.tokenizer, self.place = args, world.rank, tokenizer, place
         self.own = split_dataset_by_node(source, world.rank, world.size)
         if source.num_shards % world.size:  # it would step over packed sequences, not over texts
-            self.own = source.filter(lambda row, number: number % world.size == world.rank, with_indices=True)
+            share = {"rank": world.rank, "world_size": world.size}
+            self.own = source.filter(is_own, with_indices=True, fn_kwargs=share)
 
     def __iter__(self):
         args, place = self.args, self.place
@@ -349,9 +382,9 @@ class Batches(IterableDataset):
 def load(args, world, source, tokenizer, place: dict):
     """Yield `Batches` on this rank's device. A worker process packs ahead."""
     batches = Batches(args, world, source, tokenizer, place)
-    # The worker must outlive the SIGTERM that a cluster sends to every process, until all is saved.
-    options = {"worker_init_fn": lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN), "num_workers": 1}
-    loader = DataLoader(batches, batch_size=None, generator=torch.Generator(), prefetch_factor=8, **options)
+    options = {"worker_init_fn": common.ignore_sigterm, "num_workers": 1, "prefetch_factor": 8}
+    pinned = world.device.type != "cpu"  # else the host waits for each copy
+    loader = DataLoader(batches, batch_size=None, generator=torch.Generator(), pin_memory=pinned, **options)
     with readable(args):
         for batch, behind in loader:
             yield {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}, behind
@@ -387,8 +420,8 @@ def parse_args() -> argparse.Namespace:
     add("--seq-length", default=128, type=size, help="tokens in a sequence: fewer take less memory")
     add = parser.groups["training"].add_argument
     add("--max-steps", default=500, type=size, help="steps of the optimizer")
-    add("--micro-batch-size", default=4, type=size, help="sequences in a process at once: fewer, less memory")
-    add("--global-batch-size", default=16, type=size, help="sequences in a step of all processes")
+    add("--micro-batch-size", default=4, type=size, help="sequences in a process at once")
+    add("--global-batch-size", default=0, type=count, help="sequences in a step of all processes; 0: 16 or a few more")
     add("--lr", default=5e-3, type=number, help="highest learning rate; a cosine takes it down to a tenth")
     add("--warmup-steps", default=20, type=count, help="steps to the highest learning rate")
     add("--weight-decay", default=0.1, type=number, help="of matrices, not of norms")
@@ -418,19 +451,30 @@ def learning_rate(args, step: int) -> float:
 
 
 def flops_share(args, world, config) -> float:
-    """The share of all peak FLOP/s (MFU) that one token/s is, by PaLM's appendix B (arXiv:2204.02311); 0: unknown."""
+    """The share of all peak FLOP/s (MFU) that one token/s is, by PaLM's appendix B (arXiv:2204.02311); 0: unknown.
+
+    Unlike PaLM's, it leaves out the parameters of an embedding that only looks up.
+    """
     num_parameters = empty_model(config).num_parameters()
     num_parameters -= 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # the lookup's
-    flops = 6 * num_parameters + 12 * config.num_hidden_layers * config.hidden_size * args.seq_length
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size * args.seq_length
+    flops = 6 * num_parameters + attention
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else ""
     peak = args.peak_tflops or next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), 0)
     return flops / (peak * 1e12 * world.size) if peak else 0.0
 
 
+def wait_for_device(world) -> None:
+    """Before a clock is read: on a device, work goes on after the call that asked for it has returned."""
+    if world.device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
 def compare_strategies(args, world, config, load_from_start) -> None:
     """Train a few steps under each strategy with this model on these machines; each row comes once it is known."""
     columns = {"strategy": "19s", "replicas": "8d", "shards": "6d", "tokens/s": "10,.0f", "mfu": "6.1%"}
-    columns |= {"step_seconds": "7.3f", "state_gb": "8.4f", "peak_gb": "7.2f", "note": "4s"}
+    columns |= {"step_seconds": "7.3f", "state_gb": "8.4f", "peak_gb": "7.2f"}
     log = common.Log(world.rank, args.output_dir, "step_seconds mfu", **columns)
     share = flops_share(args, world, config)
     strategies = [name for name in RESHARD if name != "DILOCO" or args.fsdp_version == 2]
@@ -448,20 +492,25 @@ def compare_strategies(args, world, config, load_from_start) -> None:
                 times.append(time.perf_counter() - began)
             seconds, state = sorted(times[2:])[2], common.state_gb(model, optimizer)
             if args.sharding_strategy == "DILOCO":
-                outer, began = Outer(args, world, model), time.perf_counter()
+                outer = Outer(args, world, model)
+                outer.step()  # sets up communication
+                wait_for_device(world)
+                began = time.perf_counter()
                 outer.step()
+                wait_for_device(world)
                 seconds += (time.perf_counter() - began) / args.local_steps
                 state += 2 * sum(shared.nbytes for shared in outer.shared) / 2**30
             speed = args.global_batch_size * args.seq_length / seconds
             row |= {"tokens/s": speed, "step_seconds": seconds, "state_gb": state}
             row |= {"mfu": speed * share} if share else {}
-        except torch.OutOfMemoryError:  # the processes hold the same, so all of them are here
-            row["note"] = "out of memory"
+        except torch.OutOfMemoryError as error:  # other processes may now wait for this one: nothing can follow
+            message = f"{args.sharding_strategy} runs out of memory, and what follows takes more"
+            raise common.UserError(message) from error
         log.row(**row, **common.peak_memory(world.device))
         del model, optimizer, batches
         gc.collect()
         if world.device.type != "cpu":
-            torch.get_device_module(world.device).empty_cache()
+            torch.accelerator.empty_cache()
 
 
 def main(args, world) -> None:
@@ -473,7 +522,9 @@ def main(args, world) -> None:
     args.precision = common.choose_precision(args.precision, world.device)
     if args.sharding_strategy == "DILOCO" and args.validate_every % args.local_steps:
         raise common.UserError("--validate-every must be a multiple of --local-steps: DILOCO shares weights only then")
-    if args.global_batch_size % (args.micro_batch_size * world.size):
+    smallest = args.micro_batch_size * world.size
+    args.global_batch_size = args.global_batch_size or math.ceil(16 / smallest) * smallest
+    if args.global_batch_size % smallest:
         raise common.UserError(
             f"--global-batch-size must be a multiple of --micro-batch-size times {world.size} processes"
         )
@@ -487,18 +538,19 @@ def main(args, world) -> None:
     if not len(sequences):
         raise common.UserError("the held-out texts are less than one sequence; use more texts or a lower --seq-length")
     shards = num_shards(args, world)
+    if shards == 1:
+        common.refuse_fsdp1_offload(args)
     fsdp = f"FSDP{args.fsdp_version}, {args.sharding_strategy}, replicas x shards: {world.size // shards} x {shards}"
     log.say(f"fsdp     {fsdp}, {args.precision}")
     num_parameters, copies = empty_model(config).num_parameters(), 6 if args.sharding_strategy == "DILOCO" else 4
     log.say(f"model    {args.model}, {common.describe_size(num_parameters, shards, world, copies, args.cpu_offload)}")
     log.say(f"data     {args.dataset[0]}, {source.num_shards} files, {len(sequences)} sequences to validate")
-    common.limit_waits()
     if args.compare_strategies:
         return compare_strategies(args, world, config, lambda: load(args, world, source, tokenizer, {}))
     model, optimizer = build(args, world, config)
     outer = Outer(args, world, model) if args.sharding_strategy == "DILOCO" else None
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed; dropout, if the model has it, one per rank
-    progress = {"step": 0, "places": [{}] * world.size}
+    progress = {"step": 0, "places": [{}] * world.size, "device": world.device.type}
     fixed = ("model", "dataset", "seq_length", "global_batch_size", "lr", "warmup_steps", "max_steps", "seed")
     if outer:
         args.shards_per_replica = num_shards(args, world)
@@ -507,6 +559,9 @@ def main(args, world) -> None:
     progress |= common.load_checkpoint(checkpoints, model, optimizer, settings, world, outer) | {"settings": vars(args)}
     if progress["step"]:
         log.say(f"resumed  from step {progress['step']}")
+    if progress["device"] != world.device.type:
+        log.say(f"         saved on {progress['device']}: dropout, if the model has it, draws anew")
+        progress["device"] = world.device.type
     if (before := len(progress["places"])) != world.size:
         log.say(f"         saved by {before} processes: the place in the data is lost, a new pass begins")
         progress["places"] = [{"pass": 1 + max(place.get("pass", 0) for place in progress["places"])}] * world.size
@@ -523,14 +578,19 @@ def main(args, world) -> None:
         result, place = train_step(args, world, model, optimizer, batches)
         loss_sum += result[0]  # stays on the device: reading a number would make the host wait in every step
         steps += 1
-        stops, ends = stop.on_any_rank(), step == args.max_steps
-        if outer and (ends or step % args.local_steps == 0):
+        ends = step == args.max_steps
+        meets = not outer or ends or step % args.local_steps == 0  # DILOCO's replicas wait for each other only then
+        if outer and meets:
             outer.step()
+        stops = meets and stop.on_any_rank()
         saves = stops or (args.checkpoint_every and (ends or step % args.checkpoint_every == 0))
         validates = ends or step % args.validate_every == 0
         if saves or validates or step % args.log_every == 0:
             tokens = steps * args.global_batch_size * args.seq_length
-            loss, norm = common.sum_over_ranks(torch.stack([loss_sum / tokens, result[1] / world.size]))
+            # Of all ranks; under DILOCO of this replica's: the row shows the first.
+            group, share_of_all = (outer.own_replica, shards / world.size) if outer else (None, 1)
+            sums = torch.stack([loss_sum / tokens, result[1] / world.size]) / share_of_all
+            loss, norm = common.sum_over_ranks(sums, group)
             if not math.isfinite(loss):  # before saving: the newest checkpoint must stay usable
                 raise common.UserError(f"the loss is not finite at step {step}; start again with a lower --lr")
             speed = tokens / (time.perf_counter() - began)

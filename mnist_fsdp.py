@@ -4,7 +4,8 @@ Trains three networks on digits (drawn, without a download), first locally in on
 with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`), and puts speed and memory side by side.
 
     python mnist_fsdp.py                                    # the whole comparison; a laptop is enough
-    python mnist_fsdp.py --dataset mnist --num-train-samples 0 --epochs 10 --batch-size 256     # the notebook's
+    python mnist_fsdp.py --model shallow --dataset mnist --num-train-samples 0 --epochs 10 --batch-size 256
+    python mnist_fsdp.py --model deep --dataset mnist --num-train-samples 0 --epochs 10 --batch-size 256    # notebook's
     torchrun --nproc_per_node 8 mnist_fsdp.py --model deep  # the sharded half only
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 mnist_fsdp.py
 
@@ -30,8 +31,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
@@ -54,7 +55,11 @@ def shard_with_fsdp2(args, world, mesh, model: nn.Module) -> nn.Module:
         # FSDP1's policy decides here too: it also knows that nobody calls a ModuleList's forward.
         if size_based_auto_wrap_policy(module, False, left, args.min_num_params):
             fully_shard(module, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and world.device.type == "xpu":
+            module.set_force_sum_reduction_for_comms(True)  # Intel's oneCCL cannot average on every machine
+    return model
 
 
 def shard_with_fsdp1(args, world, mesh, model: nn.Module) -> nn.Module:
@@ -192,7 +197,8 @@ def parse_args() -> argparse.Namespace:
     add("--print-model", action=flag, help="print the network, with its units")
     parser.set_defaults(save_model=False)
     args = parser.parse_args()
-    if "RANK" in os.environ and args.mode != "fsdp":
+    allowed = ("fsdp", "local") if os.environ.get("WORLD_SIZE") == "1" else ("fsdp",)
+    if "RANK" in os.environ and args.mode not in allowed:
         parser.error(f"--mode {args.mode} trains in one process of its own; start it with python, not with torchrun")
     args.num_processes = 1 if args.mode == "local" else args.num_processes
     return args
@@ -204,8 +210,6 @@ LEAST = "processes epoch"
 
 
 def main(args, world) -> None:
-    if world.device.type == "xpu":
-        raise common.UserError("Intel GPUs need a few changes, which mnist_fsdp_xpu.py has; start that")
     log = common.Log(world.rank, args.output_dir, LEAST, **COLUMNS)
     train_set, test_set = load_digits(args, world)
     fsdp = f"FSDP{args.fsdp_version} FULL_SHARD" if args.mode == "fsdp" else "no FSDP"
@@ -217,8 +221,11 @@ def main(args, world) -> None:
             count = sum(parameter.numel() for parameter in NETWORKS[network]().parameters())
         log.say(f"{network:<8} {common.describe_size(count, world.size, world)}")
     for network in networks:
-        few = args.dataset == "builtin" and network != "shallow"  # enough to measure it, too few to teach it much
-        images = Subset(train_set, range(min(1280, len(train_set)))) if few else train_set
+        few = args.dataset == "builtin" and network != "shallow"
+        images = train_set
+        if few:  # enough steps to measure it, too few to teach it much
+            count = max(1280, 4 * args.batch_size * world.size)
+            images = Subset(train_set, range(min(count, len(train_set))))
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
         if sys.platform == "linux":
@@ -254,12 +261,12 @@ if __name__ == "__main__":
     args, command = parse_args(), sys.argv
     if args.mode != "both":
         common.run(main, args)
-    else:  # each half in processes of its own: each has its own peak of memory
+    else:  # each half in processes of its own: each has its own peak of memory, and leaves a GPU empty
         log = common.Log(0, args.output_dir, LEAST, **COLUMNS)
         old = len(log.path.read_text().splitlines())
         for mode in ("local", "fsdp"):
             sys.argv = [*command, "--mode", mode]
-            common.run(main, parse_args())
+            common.run(main, parse_args(), apart=True)
         rows = [json.loads(line) for line in log.path.read_text().splitlines()[old:]]
         last = {(row["network"], row["mode"]): row for row in rows}
         log.say("\nThe last epoch of each, side by side:")

@@ -53,7 +53,7 @@ def shard_with_fsdp2(args, world, mesh, model: nn.Module) -> nn.Module:
     fully_shard(model, mesh=mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # XPU: oneCCL has no average, which FSDP2 takes by default
+            module.set_force_sum_reduction_for_comms(True)  # XPU: oneCCL cannot average on every machine
     return model
 
 

@@ -20,7 +20,6 @@ the `wikihow` loading script), and its `--run_validation` and `--track_memory` s
 import argparse
 import contextlib
 import math
-import signal
 import textwrap
 import time
 import warnings
@@ -69,7 +68,8 @@ PREFETCH = {  # when the next unit's parameters are gathered in backward
 # encoder, decoder and output layer share, which must be there for all of them.
 def shard_with_fsdp2(args, world, mesh, config) -> nn.Module:
     """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
-    whole = load_model(args, config) if world.rank == 0 else None  # on the CPU
+    with common.first_on_node(world):  # the others wait, if need be for a download
+        whole = load_model(args, config) if world.rank == 0 else None  # on the CPU
     model = empty_model(config)  # no device ever holds the whole model
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
@@ -83,7 +83,7 @@ def shard_with_fsdp2(args, world, mesh, config) -> nn.Module:
         if args.backward_prefetch == "none":
             unit.set_modules_to_backward_prefetch([unit])  # an explicit list replaces the default: only itself
         if world.device.type == "xpu":
-            unit.set_force_sum_reduction_for_comms(True)  # Intel's oneCCL cannot average
+            unit.set_force_sum_reduction_for_comms(True)  # Intel's oneCCL cannot average on every machine
     common.load_weights(model, whole, world, args.cpu_offload)  # memory for its shards, and rank 0's weights in it
     dist.fsdp.register_fsdp_forward_method(model, "generate")  # the root gathers its parameters for it as for forward()
     return model
@@ -91,7 +91,8 @@ def shard_with_fsdp2(args, world, mesh, config) -> nn.Module:
 
 def shard_with_fsdp1(args, world, mesh, config) -> nn.Module:
     """Shard with `FullyShardedDataParallel`: top-down through a wrap policy, one flat parameter per unit."""
-    model = load_model(args, config)  # on every rank's CPU; units move to the device one by one as they are wrapped
+    with common.first_on_node(world):
+        model = load_model(args, config)  # on every rank's CPU; units move to the device one by one as they are wrapped
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     return FSDP(
         model,
@@ -135,7 +136,9 @@ def train_step(args, world, model, optimizer, scaler, batch) -> torch.Tensor:
         if args.fsdp_version == 2:
             model.set_requires_gradient_sync(is_last)
             model.set_reshard_after_backward(is_last or STRATEGIES[args.sharding_strategy][1])
-        with contextlib.nullcontext() if args.fsdp_version == 2 or is_last else model.no_sync():
+        # One process has nothing to send; there FSDP1's no_sync fails in bf16 with tied weights.
+        waits = args.fsdp_version == 1 and not is_last and world.size > 1
+        with model.no_sync() if waits else contextlib.nullcontext():
             loss = summed_loss(model, micro_batch)
             # FSDP averages gradients over ranks. Multiplied by their number and divided by all their tokens, that is
             # the gradient of the mean over all real target tokens, as if one process held the whole global batch.
@@ -240,8 +243,7 @@ def load(articles, batches: list[list[int]], collate, world):
     # A generator of its own: the global one is dropout's, and resume would not be exact.
     options = {"batch_sampler": batches, "collate_fn": collate, "generator": torch.Generator()}
     if world.device.type != "cpu":  # workers must outlive the SIGTERM that a cluster sends to every process
-        options |= {"worker_init_fn": lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN)}
-        options |= {"num_workers": 2, "pin_memory": True}
+        options |= {"worker_init_fn": common.ignore_sigterm, "num_workers": 2, "pin_memory": True}
     for batch in DataLoader(articles.select_columns(["input_ids", "labels"]), **options):
         yield {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
 
@@ -308,6 +310,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
         parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre (its default) and none")
+    if args.precision == "fp16" and args.cpu_offload:  # the scale is read before it arrives (pytorch#176429)
+        parser.error("--precision fp16 cannot scale gradients that --cpu-offload keeps on the CPU; use bf16 or fp32")
     return args
 
 
@@ -334,6 +338,8 @@ def main(args, world) -> None:
     num_parameters, offload = empty_model(config).num_parameters(), args.cpu_offload
     log.say(f"model    {args.model}, {common.describe_size(num_parameters, world.size, world, offload=offload)}")
     log.say(f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate")
+    if world.size == 1:
+        common.refuse_fsdp1_offload(args)
     mesh = init_device_mesh(world.device.type, (world.size,))
     model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, config)
     # After sharding: it must see the shards. Fused AdamW takes loss scaling into its kernel, which fails on DTensors.
@@ -342,7 +348,7 @@ def main(args, world) -> None:
     scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
     scaler = scaler_class(world.device.type, enabled=args.precision == "fp16")
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    split = {"processes": world.size, "step_size": step_size}
+    split = {"processes": world.size, "step_size": step_size, "device": world.device.type}
     progress = {"epoch": 1, "step": 0, "samples": 0, "best_loss": math.inf, **split}  # samples: of this epoch
     fixed = ("model", "dataset", "num_train_samples", "max_source_length", "max_target_length", "seed", "lr", "gamma")
     settings = {name: getattr(args, name) for name in fixed}  # a resumed run must have the same
@@ -350,12 +356,15 @@ def main(args, world) -> None:
     if progress.get("scaler"):
         scaler.load_state_dict(progress["scaler"])
     if progress["step"]:
-        kept = "everything" if split.items() <= progress.items() else "all but the order of this epoch, and of dropout"
+        kept = "all but the order of this epoch, and of dropout"
+        if split.items() <= progress.items():
+            kept = "everything"
+        elif progress["processes"] == world.size and progress["step_size"] == step_size:
+            kept = f"all but dropout's random numbers, which {progress['device']} drew before"
         log.say(f"resumed  from step {progress['step']}, keeps {kept}")
     if args.print_model:
         log.say(str(model))
     progress |= {"settings": vars(args), **split}
-    common.limit_waits()
     stop = common.StopRequest()
     if args.run_validation and progress["step"] == 0:
         log.row(epoch=0, step=0, **validate(args, world, model, validation_set, collate, log)[0])
