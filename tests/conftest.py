@@ -28,6 +28,7 @@ import forked
 import common
 import mnist_fsdp
 
+SCRIPTS = ("mnist_fsdp.py", "mnist_fsdp_xpu.py", "t5_fsdp.py", "lm_multinode.py")
 SAVE_ON_CPU = [1, 2] if torch.__version__ >= (2, 14) else [2]  # versions of FSDP that save a whole model there
 
 
@@ -36,15 +37,19 @@ def pytest_sessionstart():
     forked.start_server()
 
 
-def run(script, *arguments, processes=None, fork=False, kill=None, timeout=300, **environment):
+def run(
+    script, *arguments, processes=None, fork=False, kill=None, per_node=None, device="cpu", timeout=300, **environment
+):
     """Run a script, under torchrun when `processes` is given, else by `python` alone, which starts two processes unless
     --num-processes says otherwise. Returns the finished process, output as text.
 
     With `fork` the processes are forks of one that has the imports done, and `kill` can end one: see forked.py.
     """
     script, arguments, environment = str(ROOT / script), list(map(str, arguments)), os.environ | environment
+    if Path(script).name in SCRIPTS and device and "--device" not in arguments:
+        arguments += ["--device", device]  # the CPU also where there is a GPU: that is for test_accelerator.py
     if fork:
-        return forked.launch(script, arguments, processes, environment, timeout, kill)
+        return forked.launch(script, arguments, processes, environment, timeout, kill, per_node)
     # --standalone takes a free port, where the default is one port for all.
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [*(torchrun if processes else [sys.executable]), script, *arguments]

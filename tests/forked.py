@@ -40,7 +40,8 @@ def run_rank(script, arguments, environment, outputs):
     os.environ.update(environment)
     for stream, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
-    multiprocessing.set_start_method(None, force=True)  # else what the script starts would come from here too
+    # Else what the script starts would come from here too. None is the platform's own way.
+    multiprocessing.set_start_method(environment.get("START_METHOD"), force=True)
     for name in OURS:
         sys.modules.pop(name, None)  # imported for what they import
     sys.path.insert(0, str(Path(script).parent))
@@ -48,8 +49,10 @@ def run_rank(script, arguments, environment, outputs):
     runpy.run_path(script, run_name="__main__")
 
 
-def launch(script, arguments, processes, environment, timeout, kill=None):
+def launch(script, arguments, processes, environment, timeout, kill=None, per_node=None):
     """Run a script in `processes` ranks, or as plain `python` does when None; returns what subprocess.run would.
+
+    `per_node`: how many of them take themselves to be on one node; all unless given.
 
     All end when one fails; the exit code is then its own. `kill`, (rank, condition): as soon as the condition, which is
     called every 20 ms, holds, the rank gets SIGKILL, or the signal that is given as a third item.
@@ -60,8 +63,9 @@ def launch(script, arguments, processes, environment, timeout, kill=None):
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port - 1}  # the scripts take the next one
-        shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        places = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(processes)]
+        per_node = per_node or processes
+        shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
+        places = [shared | {"RANK": rank, "LOCAL_RANK": rank % per_node} for rank in range(processes)]
         environments = [environment | {name: str(value) for name, value in place.items()} for place in places]
     with ONE_LAUNCH, tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]

@@ -34,7 +34,7 @@ def test_rows_are_measured():
         "lm": (length, 6 * weights + 12 * layers * hidden * length),
         "t5": (t5_length, 3 * gpu_table.t5_forward_flops(gpu_table.t5_config("tiny")) / t5_length),
     }
-    for part, index in (("lm", 3), ("lm-best", 1), ("t5-base", 3), ("t5-base", 6)):
+    for part, index in (("lm", 3), ("lm-best", 1), ("t5-base", 3), ("t5-base", 8)):
         case = gpu_table.cases(part, tiny=True)[index] | {"compile": False, "profile": part == "lm-best"}
         result, printed = run_forked(case, None)
         tokens, flops = models[case["kind"]]
@@ -53,8 +53,8 @@ def test_the_table_and_the_claims_hold_the_measurements(monkeypatch, capsys):
     assert all(0 < result["seconds"] < 60 for _, result in inits)
 
     def fake(case, options):
-        speed = {"fp32": 100.0, "bf16": 300.0}[case["precision"]] * (1.5 if case["compile"] else 1)
-        memory = 8.0 if case["precision"] == "fp32" else 6.0
+        speed = {"fp32": 100.0, "tf32": 150.0, "bf16": 300.0}[case["precision"]] * (1.5 if case["compile"] else 1)
+        memory = 6.0 if case["precision"] == "bf16" else 8.0
         if case["checkpointing"]:
             speed, memory = speed * 0.75, memory / 2
         if case["fsdp"] == 1 and case["checkpointing"]:
@@ -63,11 +63,12 @@ def test_the_table_and_the_claims_hold_the_measurements(monkeypatch, capsys):
 
     monkeypatch.setattr(gpu_table, "run_case", fake)
     results = gpu_table.run_part("lm", options)
-    assert len(results) == 12 and capsys.readouterr().out.count("out of memory") == 3
+    assert len(results) == 16 and capsys.readouterr().out.count("out of memory") == 4
     gpu_table.print_claims({"lm": results, "t5-base": [], "t5-3b": [], "init": inits})
     claims = capsys.readouterr().out
     for line in (
         "bf16: up to 4 times the speed of fp32 | 3.00 to 3.00",
+        "bf16, speed of TF32 | 2.00 to 2.00",
         "less memory, 0.7 of fp32's | 0.75 to 0.75",
         "checkpointing, memory | 0.50 to 0.50",
         "checkpointing, speed | 0.75 to 0.75",

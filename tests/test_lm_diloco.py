@@ -53,7 +53,7 @@ def nesterov(weights):
 
 
 def train_replicas(folder, replicas, local_steps=3, outer=nesterov):
-    """Losses and gradient norms, means over the replicas, and validation losses of what they share."""
+    """Losses and gradient norms of the first replica, and validation losses of what they share."""
     sys.argv = ["lm_multinode.py", *map(str, SETTINGS), "--micro-batch-size", str(BATCH // PROCESSES)]
     args = lm_multinode.parse_args()
     config, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoConfig, AutoTokenizer))
@@ -92,8 +92,8 @@ def train_replicas(folder, replicas, local_steps=3, outer=nesterov):
             loss.backward()
             of_step.append((loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()))
             optimizer.step()
-        losses.append(sum(loss for loss, _ in of_step) / replicas)
-        norms.append(sum(norm for _, norm in of_step) / replicas)
+        losses.append(of_step[0][0])
+        norms.append(of_step[0][1])
         if step % local_steps == 0:
             for weight, *of_replicas in zip(shared.parameters(), *(m.parameters() for m in models), strict=True):
                 weight.grad = weight.detach() - torch.stack([w.detach() for w in of_replicas]).mean(dim=0)
@@ -133,6 +133,16 @@ def test_it_resumes_exactly_between_synchronizations(runs, name, tmp_path):
     shutil.copytree(runs[name] / "checkpoints" / "step-0000007", tmp_path / "checkpoints" / "step-0000007")
     run_many("lm_multinode", [[*SETTINGS, *RUNS[name], "--resume", "--output-dir", tmp_path]], PROCESSES)
     assert curves(tmp_path) == curves(runs[name], since=7) and len(curves(tmp_path)[0]) == 5
+
+
+def test_replicas_wait_for_each_other_only_at_synchronizations(tmp_path):
+    """In between, no collective is over all processes: each would cost a round trip of a slow network in each step."""
+    options = (*SETTINGS, *TWO, "--local-steps", 4, "--validate-every", 12, "--no-save-model", "--output-dir", tmp_path)
+    run_many("lm_multinode", [options], PROCESSES, "count-collectives")
+    for rank in range(PROCESSES):
+        counts = json.loads((tmp_path / f"collectives-{rank}.json").read_text())["steps"]
+        assert counts.pop("0") > 0  # before the first step: the weights are sent, the start is validated
+        assert set(counts) == {"4", "8", "12"}  # here one asks for stops
 
 
 def test_what_it_cannot_do_is_one_sentence(runs, tmp_path):

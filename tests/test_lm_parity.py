@@ -145,6 +145,28 @@ def test_weights_and_validation_are_the_same_on_any_number_of_processes(plain, p
     assert first["perplexity"] == pytest.approx(np.exp(plain[2][0]), rel=1e-4)
 
 
+def test_a_step_sends_the_bytes_of_the_readme(runs, tmp_path):
+    """With P of all parameters, L of those in layers and G = P of gradients: FULL_SHARD gathers m (P + L)."""
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD")
+    settings = {name: (*SETTINGS, *FP32, *MICRO, *STRATEGIES[name], "--sharding-strategy", name) for name in strategies}
+    short = ("--max-steps", 2, "--validate-every", 2, "--no-save-model", "--output-dir")
+    arguments = [[*flags, *short, tmp_path / name] for name, flags in settings.items()]
+    run_many("lm_multinode", arguments, PROCESSES, "count-collectives")
+    model = lm_multinode.empty_model(AutoConfig.from_pretrained(runs["fsdp2 FULL_SHARD"] / "model"))
+    whole = sum(p.nbytes for p in model.parameters())
+    layers = sum(p.nbytes for p in lm_multinode.layers_of(model).parameters())
+    micro_batches, shards = 2, 2
+    gathered = {"FULL_SHARD": micro_batches * (whole + layers), "HYBRID_SHARD": micro_batches * (whole + layers)}
+    gathered |= {"SHARD_GRAD_OP": whole, "_HYBRID_SHARD_ZERO2": whole}
+    for name in strategies:
+        counted = json.loads((tmp_path / name / "collectives-0.json").read_text())["bytes"]
+        assert counted.get("allgather_base", 0) == pytest.approx(gathered.get(name, 0), rel=0.01), name
+        if name != "NO_SHARD":
+            assert counted["reduce_scatter_base"] == pytest.approx(whole, rel=0.01), name
+        reduced = {"NO_SHARD": whole, "HYBRID_SHARD": whole / shards, "_HYBRID_SHARD_ZERO2": whole / shards}
+        assert counted.get("allreduce", 0) == pytest.approx(reduced.get(name, 0), rel=0.01, abs=1000), name
+
+
 # ---- bf16, in launches of its own: what fails here leaves the tests above alone ---------------------------------
 
 

@@ -43,6 +43,7 @@ def test_what_intel_gpus_change_is_marked():
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has an Intel GPU")
+@pytest.mark.skipif(torch.xpu.is_available(), reason="there is an Intel GPU, on which it trains")
 def test_without_an_intel_gpu_it_does_not_train():
     """Not on a CPU either, unless it is told to."""
     as_users = [((), None, "--device xpu: .* finds none; install its build or use --device cpu")]
@@ -51,7 +52,7 @@ def test_without_an_intel_gpu_it_does_not_train():
         (("--gamma", "nan"), None, "--gamma: nan is not a number of at least 0"),
         (("--model", "deep"), None, "unrecognized arguments: --model deep"),
     ]
-    check_bad_input("mnist_fsdp_xpu.py", as_users, as_forks)
+    check_bad_input("mnist_fsdp_xpu.py", as_users, as_forks, device=None)
 
 
 def test_rehearsal(small_mnist, tmp_path):

@@ -118,14 +118,6 @@ def test_every_flag_is_read(script, monkeypatch):
     assert not unread
 
 
-@pytest.mark.parametrize("name", ["common", *SCRIPTS])
-def test_no_function_takes_more_than_six_arguments(name):
-    for node in ast.walk(tree_of(name)):
-        if isinstance(node, ast.FunctionDef):
-            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            assert len([one for one in arguments if one.arg != "self"]) <= 6, node.name
-
-
 class TableSeen(Exception):
     pass
 
@@ -169,12 +161,6 @@ def test_help_is_a_page(script, monkeypatch, capsys):
     long = [line for line in page.splitlines() if len(line) > 80]
     assert all(line.startswith("    ") and places[4] < page.index(line) < places[5] for line in long), long
     assert page.count("\n  --") == len(flags(script, monkeypatch))
-
-
-def test_the_scripts_are_short_enough_to_read():
-    """Each is copied with common.py; together they were twice as long once."""
-    sizes = {name: len((ROOT / f"{name}.py").read_text().splitlines()) for name in ("common", *SCRIPTS)}
-    assert sum(sizes.values()) <= 1_985, sizes
 
 
 def test_benchmarks_call_what_the_scripts_have():

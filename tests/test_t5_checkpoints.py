@@ -110,7 +110,7 @@ def processes_of(torchrun):
 def started(command):
     """A running command, as in a terminal of its own; nothing of it outlives the block."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = subprocess.Popen(list(map(str, command)), **pipes, start_new_session=True)
+    running = subprocess.Popen([*map(str, command), "--device", "cpu"], **pipes, start_new_session=True)
     try:
         yield running
     finally:

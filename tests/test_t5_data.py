@@ -1,6 +1,7 @@
 """WikiHow's two CSV files, other formats, the split by title, the steps of an epoch, and the built-in articles."""
 
 import json
+import pickle
 import random
 import re
 from argparse import Namespace
@@ -11,6 +12,8 @@ import torch
 
 import pytest
 from conftest import CACHES, records, run_many, succeed, write_csv
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq
 
 import common
 import t5_fsdp
@@ -132,6 +135,27 @@ def test_an_epoch_is_a_permutation_that_saves_padding(samples):
         # Steps of all lengths come in any order: no curriculum from short to long.
         longest = torch.stack([lengths[step].max() for step in steps]).double()
         assert abs(torch.corrcoef(torch.stack([longest, torch.arange(len(steps)).double()]))[0, 1]) < 0.3
+
+
+def test_workers_that_are_not_forked_can_make_batches(monkeypatch):
+    """On a GPU two workers do; where they are not forked, all that they need reaches them as a pickle."""
+    asked = {}
+
+    def see(dataset, **options):
+        asked.update(options, dataset=dataset)
+        return []
+
+    monkeypatch.setattr(t5_fsdp, "DataLoader", see)
+    rows = Dataset.from_dict({"input_ids": [[5, 6], [7]], "labels": [[8], [9, 9]]})
+    tokenizer = common.train_tokenizer(["any text"], 300, append_eos=True)
+    world = common.World(0, 0, 1, 1, torch.device("cuda"))
+    assert list(t5_fsdp.load(rows, [[0, 1]], DataCollatorForSeq2Seq(tokenizer), world)) == []
+    assert asked["num_workers"] == 2 and asked["pin_memory"]
+    dataset, collate, init = pickle.loads(
+        pickle.dumps((asked["dataset"], asked["collate_fn"], asked["worker_init_fn"]))
+    )
+    assert init is common.ignore_sigterm
+    assert collate([dataset[0], dataset[1]])["labels"].tolist() == [[8, -100], [9, 9]]
 
 
 def test_builtin_articles_can_be_learned_but_not_copied():

@@ -63,8 +63,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
             (("--sharding-strategy", "HYBRID_SHARD"), "invalid choice: 'HYBRID_SHARD'"),
             (("--backward-prefetch", "post"), r"--backward-prefetch post needs .* \(--help"),
             (("--batch-size", 500, *here), r"\d+ articles do not fill a step of 500; lower --batch-size"),
-            (("--device", "mps"), "--device mps: torch .* finds none; install its build or use --device cpu"),
-            (("--device", "xpu"), "--device xpu: torch .* finds none; install its build or use --device cpu"),
+            (("--device", "tpu"), "--device tpu: torch .* finds none; install its build or use --device cpu"),
+            (
+                ("--precision", "fp16", "--cpu-offload"),
+                "--precision fp16 cannot scale gradients that --cpu-offload keeps",
+            ),
             (("--output-dir", occupied, *here), "occupied"),
             (("--output-dir", occupied / "deep", *here), "occupied"),
         )
@@ -113,23 +116,34 @@ def test_a_model_that_cannot_fit_is_said_with_what_would_make_it_fit(monkeypatch
     "kind, backends", [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), (None, "gloo")]
 )
 def test_tensors_of_the_cpu_have_a_backend_beside_those_of_the_device(kind, backends, monkeypatch):
-    """Without a name PyTorch takes that of the device alone, and every collective on the CPU fails."""
-    asked, before = {}, torch.get_float32_matmul_precision()
+    """Without a name PyTorch takes that of the device alone, and every collective on the CPU fails. All cores compute,
+    also for an optimizer that is offloaded from a GPU."""
+    asked, threads, before = {}, [], torch.get_float32_matmul_precision()
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(common.dist, "init_process_group", lambda **options: asked.update(options))
     common.setup(kind and torch.device(kind))
-    assert asked["backend"] == backends and asked["timeout"].total_seconds() == 3600
+    assert asked["backend"] == backends and asked["timeout"].total_seconds() == 600
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert threads == [cores]
     assert torch.get_float32_matmul_precision() == ("high" if kind else before)
     torch.set_float32_matmul_precision(before)
 
 
-def test_collectives_wait_ten_minutes_once_data_is_prepared():
-    common.setup(None)
-    common.limit_waits()
-    gloo = common.dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    assert gloo.options._timeout.total_seconds() == 600
+def test_collectives_wait_ten_minutes_but_for_a_download_six_hours(monkeypatch):
+    world, groups = common.setup(None), []
+    make = common.dist.new_group
+    monkeypatch.setattr(common.dist, "new_group", lambda **options: groups.append(make(**options)) or groups[-1])
+    with common.first_on_node(world):
+        pass
+    waits = [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in (common.dist.group.WORLD, *groups)
+    ]
     common.dist.destroy_process_group()
+    assert waits == [600, 6 * 3600]
 
 
 def test_a_sentence_says_that_torchrun_tries_again(tmp_path):

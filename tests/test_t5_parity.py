@@ -126,6 +126,13 @@ def low_precision(train):
     return train(2, LOW_PRECISION)
 
 
+@pytest.fixture(scope="session")
+def low_precision_accumulating(train):
+    """On one process, where FSDP1 shards nothing."""
+    accumulating = ("--batch-size", 4, "--accumulation-steps", 2)
+    return train(1, {name: (*flags, *accumulating) for name, flags in LOW_PRECISION.items()})
+
+
 def assert_equal(run, plain):
     for name, tolerance in (("losses", 1e-5), ("before", 1e-5), ("after", 1e-5), ("norms", 1e-4)):
         assert run[name] == pytest.approx(plain[name], abs=tolerance), name
@@ -162,9 +169,10 @@ def test_checkpointing_prefetch_accumulation_and_offload_change_no_number(varian
     assert_equal(variants[name], plain)
 
 
+@pytest.mark.parametrize("runs", ["low_precision", "low_precision_accumulating"])
 @pytest.mark.parametrize("name", LOW_PRECISION)
-def test_low_precision_stays_within_two_percent_and_differs(low_precision, plain, name):
-    run = low_precision[name]
+def test_low_precision_stays_within_two_percent_and_differs(runs, plain, name, request):
+    run = request.getfixturevalue(runs)[name]
     assert run["losses"] == pytest.approx(plain["losses"], rel=0.02)
     assert run["after"] == pytest.approx(plain["after"], rel=0.02)
     assert run["losses"] != pytest.approx(plain["losses"], abs=1e-6)  # the policy did something

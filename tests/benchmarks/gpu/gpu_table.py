@@ -6,8 +6,9 @@
 
 Needs one CUDA GPU and no network: models have random weights in the shape of the real ones, tokens are random and fill
 every sequence. Each row is a process of its own, so none inherits memory or compiled code from another; one that runs
-out of memory says so and the next goes on. After a turn of `--steps` steps to warm up and compile, the median of
-`--turns` turns counts, each with one synchronization at its end. The parts:
+out of memory says so and the next goes on. fp32 is fp32 itself; tf32 is what the scripts make of fp32 on a GPU. After a
+turn of `--steps` steps to warm up and compile, the median of `--turns` turns counts, each with one synchronization at
+its end. The parts:
 
     lm       150m Llama, by lm_multinode.py's build() and train_step(): precision, --compile, version, checkpointing
     lm-best  the same in bf16 with --compile under larger micro-batches: the largest MFU
@@ -72,7 +73,8 @@ def cases(part: str, tiny: bool) -> list[dict]:
         return [best | {"checkpointing": False, "batch": batch} for batch in ((2, 4) if tiny else (8, 16, 32, 64))]
     model, batch = {"lm": ("150m", 8), "t5-base": ("t5-base", 16), "t5-3b": ("t5-3b", 8)}[part]
     case = {"kind": part.split("-")[0], "model": "tiny" if tiny else model, "batch": 2 if tiny else batch}
-    grid = itertools.product((2, 1), (("fp32", False), ("bf16", False), ("bf16", True)), (False, True))
+    precisions = (("fp32", False), ("tf32", False), ("bf16", False), ("bf16", True))
+    grid = itertools.product((2, 1), precisions, (False, True))
     return [
         case | {"fsdp": fsdp, "precision": precision, "compile": compiled, "checkpointing": checkpointing}
         for fsdp, (precision, compiled), checkpointing in grid
@@ -85,7 +87,8 @@ def cases(part: str, tiny: bool) -> list[dict]:
 def parse(script, case: dict, *flags) -> argparse.Namespace:
     """A script's settings for a case."""
     switches = {"compile": "--compile", "checkpointing": "--activation-checkpointing"}
-    flags = [*flags, "--precision", case["precision"], "--fsdp-version", case["fsdp"]]
+    precision = case["precision"].replace("tf32", "fp32")
+    flags = [*flags, "--precision", precision, "--fsdp-version", case["fsdp"]]
     sys.argv = [script.__name__, *map(str, flags), *(flag for name, flag in switches.items() if case[name])]
     return script.parse_args()
 
@@ -202,6 +205,8 @@ def measure_init(case: dict, world: common.World) -> dict:
 def measure(case: dict, options: argparse.Namespace) -> None:
     """Print the result of a case as JSON, in the last line."""
     world = common.setup(common.find_accelerator(options.device))
+    # The scripts compute fp32 products in TF32; the documents compare bf16 with fp32 itself.
+    torch.set_float32_matmul_precision("highest" if case.get("precision") == "fp32" else "high")
     result = measure_init(case, world) if case["kind"] == "init" else measure_steps(case, options, world)
     gc.collect()
     dist.destroy_process_group()
@@ -260,6 +265,7 @@ def print_claims(results: dict[str, list[tuple[dict, dict]]]) -> None:
     bf16, checkpointing = ("precision", "bf16", "fp32"), ("checkpointing", True, False)
     claims = {
         "bf16: up to 4 times the speed of fp32": (*bf16, "tokens/s"),
+        "bf16, speed of TF32": ("precision", "bf16", "tf32", "tokens/s"),
         "bf16: about 30% less memory, 0.7 of fp32's": (*bf16, "peak_gb"),
         "activation checkpointing, memory": (*checkpointing, "peak_gb"),
         "activation checkpointing, speed": (*checkpointing, "tokens/s"),
