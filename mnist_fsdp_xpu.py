@@ -1,21 +1,26 @@
 """What do I change to run it on Intel GPUs?
 
-The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. `diff mnist_fsdp.py mnist_fsdp_xpu.py`
-shows the answer in lines with "XPU:"; the others are what the document trains: one network, Adadelta.
+The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. The lines with
+"XPU:" are the answer; `grep -A3 XPU: mnist_fsdp_xpu.py` shows them.
 
-    pip install torch torchvision --index-url https://download.pytorch.org/whl/xpu     # XPU: PyTorch's build for them
-    python mnist_fsdp_xpu.py                                # one process for each Intel GPU
-    python mnist_fsdp_xpu.py --device cpu                   # a rehearsal without one: the same but for the device
-    torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --num-train-samples 0 --epochs 10    # the document's
-    torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint HEAD:29500 mnist_fsdp_xpu.py
+    python mnist_fsdp_xpu.py                # one process for each Intel GPU
+    python mnist_fsdp_xpu.py --device cpu   # a rehearsal without one: the same but for the device
+    torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --num-train-samples 0 \\
+        --epochs 10                         # the document's
+    torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 1 --rdzv_backend c10d \\
+        --rdzv_endpoint HEAD:29500 mnist_fsdp_xpu.py
 
-Follows https://intel.github.io/intel-extension-for-pytorch/xpu/2.1.10+xpu/tutorials/features/FSDP.html. That extension
-(`ipex`), its collectives (`oneccl_bindings_for_pytorch`) and their backend `ccl` end at PyTorch 2.8; its own `xpu` and
-`xccl` have taken their place. Where it departs: the wrap policy is passed (the document forgets it), every process is
-seeded, one downloads, and torchrun takes the place of `mp.spawn`. It has not run on an Intel GPU, only as rehearsal.
+XPU: install PyTorch's build for them first,
+    pip install torch torchvision --index-url https://download.pytorch.org/whl/xpu
+
+Follows
+https://intel.github.io/intel-extension-for-pytorch/xpu/2.1.10+xpu/tutorials/features/FSDP.html.
+That extension (`ipex`), its collectives (`oneccl_bindings_for_pytorch`) and their backend `ccl` end
+at PyTorch 2.8; its own `xpu` and `xccl` have taken their place. Where it departs: the wrap policy
+is passed (the document forgets it), every process is seeded, one downloads, and torchrun takes the
+place of `mp.spawn`. It has not run on an Intel GPU, only as rehearsal.
 """
 
-import argparse
 import functools
 import math
 import time
@@ -24,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -35,37 +41,45 @@ from torchvision import datasets
 from torchvision.transforms.functional import pil_to_tensor
 
 from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import save_file
 
 import common
 
-# ---- FSDP ------------------------------------------------------------------------------------------------------
+# ---- FSDP --------------------------------------------------------------------------------------
+
+# Two translations of one plan: from the leaves up, a module becomes a unit when its parameters that
+# are in no unit yet reach the bound. What remains is the root unit.
 
 
-# Two translations of one plan: from the leaves up, a module becomes a unit when its parameters that are in no unit yet
-# reach the bound; what remains is the root unit. A unit's parameters are gathered just before it computes.
-def shard_with_fsdp2(args, world, mesh, model: nn.Module) -> nn.Module:
+def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
     """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
-    for module in reversed(list(model.modules())[1:]):  # children before parents, without the root
-        left = sum(parameter.numel() for parameter in module.parameters() if not isinstance(parameter, DTensor))
+    # XPU: the mesh is of "xpu", and FSDP2 moves the model to it: no model.to.
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    modules = list(model.modules())[1:]  # without the root
+    for module in reversed(modules):  # children before parents
+        sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
         # FSDP1's policy decides here too: it also knows that nobody calls a ModuleList's forward.
-        if size_based_auto_wrap_policy(module, False, left, args.min_num_params):
+        if size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+    # XPU: oneCCL cannot average on every machine, and FSDP2 would ask it to.
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # XPU: oneCCL cannot average on every machine
+            module.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def shard_with_fsdp1(args, world, mesh, model: nn.Module) -> nn.Module:
+def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
     """Shard with `FullyShardedDataParallel`: the policy wraps, one flat parameter per unit."""
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params)
     return FSDP(
         model,
-        auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params),
-        # Without device_id all stays on the CPU, and the first forward fails; it asks for no CUDA, in torch 2.15.
-        device_id=world.device,  # XPU: "xpu:0", "xpu:1", ...; each unit moves there as it is wrapped
+        auto_wrap_policy=policy,
+        # XPU: "xpu:0", "xpu:1", ...; without it all stays on the CPU, and the first forward fails.
+        device_id=world.device,
         use_orig_params=True,  # parameters keep their names and shapes
-        device_mesh=mesh,  # state dicts then hold DTensors, as in FSDP2
+        device_mesh=init_device_mesh(world.device.type, (world.size,)),  # state dicts of DTensors
     )
 
 
@@ -75,146 +89,227 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> float:
     loader.sampler.set_epoch(epoch)  # without it every epoch has the order of the first
     loss_sum = torch.zeros((), device=world.device)
     for images, labels in log.bar(loader, f"epoch {epoch}", len(loader)):
-        images, labels = images.to(world.device, non_blocking=True), labels.to(world.device, non_blocking=True)
+        images = images.to(world.device, non_blocking=True)
+        labels = labels.to(world.device, non_blocking=True)
+
         optimizer.zero_grad()
-        # The sum over this rank's batch, as in the document; FSDP averages its gradients over ranks.
+        # The sum over this rank's batch, as in the document; FSDP averages gradients over ranks.
         loss = F.nll_loss(model(images), labels, reduction="sum")
         loss.backward()
         optimizer.step()
-        loss_sum += loss.detach()  # stays on the device: .item() would make the host wait in every step
-    mean = common.sum_over_ranks(loss_sum) / (len(loader) * loader.batch_size * world.size)
-    if not math.isfinite(mean):
-        raise common.UserError(f"the loss is not finite in epoch {epoch}; start again with a lower --lr")
-    return mean
+        loss_sum += loss.detach()  # stays on the device: .item() would make the host wait
+
+    num_samples = len(loader) * loader.batch_size * world.size
+    mean_loss = common.sum_over_ranks(loss_sum) / num_samples
+    if not math.isfinite(mean_loss):
+        raise common.UserError(
+            f"the loss is not finite in epoch {epoch}; start again with a lower --lr"
+        )
+    return mean_loss
 
 
-# ---- Model and data --------------------------------------------------------------------------------------------
+# ---- Model and data ----------------------------------------------------------------------------
+
+
 class Network(nn.Module):
     """Images (batch, 1, 28, 28) to log-probabilities (batch, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
-        self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
-        self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(9216, 128)
+        self.fc2 = nn.Linear(128, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
-        x = F.relu(self.fc1(self.dropout1(x).flatten(1)))
-        return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
+        x = F.relu(self.conv1(x))
+        x = F.relu(self.conv2(x))
+        x = self.dropout1(F.max_pool2d(x, 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        x = self.fc2(self.dropout2(x))
+        return F.log_softmax(x, dim=1)
 
 
 def draw_digits(count: int, seed: int) -> TensorDataset:
-    """`count` digits in Pillow's own font, moved, scaled, sheared and noised at random: images and labels."""
+    """`count` digits in Pillow's own font, moved, scaled, sheared and noised at random: images and
+    labels."""
+    font = ImageFont.load_default(size=26)
     glyphs = []
     for digit in "0123456789":
         picture = Image.new("L", (28, 28))
-        ImageDraw.Draw(picture).text((14, 14), digit, fill=255, font=ImageFont.load_default(size=26), anchor="mm")
+        ImageDraw.Draw(picture).text((14, 14), digit, fill=255, font=font, anchor="mm")
         glyphs.append(pil_to_tensor(picture) / 255)
+
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
-    change = torch.empty(count, 2, 3).uniform_(-0.25, 0.25, generator=generator) + 1.2 * torch.eye(2, 3)
+    change = torch.empty(count, 2, 3).uniform_(-0.25, 0.25, generator=generator)
+    change += 1.2 * torch.eye(2, 3)
     grid = F.affine_grid(change, [count, 1, 28, 28], align_corners=False)
     images = F.grid_sample(torch.stack(glyphs)[labels], grid, align_corners=False)
-    return TensorDataset(images + 0.1 * torch.randn(images.shape, generator=generator), labels)
+    noise = torch.randn(images.shape, generator=generator)
+    return TensorDataset(images + 0.1 * noise, labels)
 
 
 def load_digits(args, world) -> tuple[Dataset, Dataset]:
-    """Images to train on and to test on: drawn, or MNIST's, which one process of a node downloads."""
+    """Images to train on and to test on: drawn, or MNIST's, which one process of a node
+    downloads."""
     if args.dataset == "builtin":
-        return draw_digits(args.num_train_samples or 60_000, 2 * args.seed), draw_digits(2000, 2 * args.seed + 1)
+        train_set = draw_digits(args.num_train_samples or 60_000, 2 * args.seed)
+        return train_set, draw_digits(2000, 2 * args.seed + 1)
+
+    normalized = []
     try:
         with common.first_on_node(world):
-            parts = [datasets.MNIST(args.data_dir, train, download=True) for train in (True, False)]
+            for is_train in (True, False):
+                digits = datasets.MNIST(args.data_dir, is_train, download=True)
+                images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
+                normalized.append(TensorDataset(images, digits.targets))
     except Exception as error:  # torchvision's reader fails with whatever a broken file leads it to
-        raise common.UserError(f"MNIST in {args.data_dir} cannot be read, nor downloaded: {error}") from error
-    train, test = (TensorDataset((part.data[:, None] / 255 - 0.1307) / 0.3081, part.targets) for part in parts)
-    return Subset(train, range(len(train))[: args.num_train_samples or None]), test
+        raise common.UserError(
+            f"MNIST in {args.data_dir} cannot be read, nor downloaded: {error}"
+        ) from error
+    train_set, test_set = normalized
+    count = args.num_train_samples or len(train_set)
+    return Subset(train_set, range(min(count, len(train_set)))), test_set
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's batches; together the ranks see in each step the samples that one process would see."""
-    sampler = DistributedSampler(dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train)
+    """This rank's batches; together the ranks see in each step the samples that one process would
+    see."""
+    sampler = DistributedSampler(
+        dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
+    )
     if train and len(sampler) < batch_size:
-        raise common.UserError(f"{len(dataset)} images are too few for --batch-size {batch_size} on {world.size} ranks")
-    return DataLoader(dataset, batch_size, sampler=sampler, drop_last=train, pin_memory=world.device.type != "cpu")
+        raise common.UserError(
+            f"{len(dataset)} images are too few for --batch-size {batch_size} on {world.size} ranks"
+        )
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        drop_last=train,
+        pin_memory=world.device.type != "cpu",
+    )
 
 
 @torch.no_grad()
 def evaluate(world, model, loader) -> tuple[float, float]:
     """Mean loss and accuracy over the whole test set, every image once. A collective."""
     model.eval()
-    totals, first = torch.zeros(2, device=world.device), world.rank
+    totals = torch.zeros(2, device=world.device)
+    first = world.rank
     for images, labels in loader:
-        outputs, labels = model(images.to(world.device)), labels.to(world.device)
-        # Every rank must take part in every forward pass, so the sampler repeats samples; those do not count.
-        real = first + world.size * torch.arange(len(labels), device=world.device) < len(loader.dataset)
+        labels = labels.to(world.device)
+        outputs = model(images.to(world.device))
+
+        # Every rank must take part in every forward pass, so the sampler repeats samples; those do
+        # not count.
+        numbers = first + world.size * torch.arange(len(labels), device=world.device)
+        is_real = numbers < len(loader.dataset)
         losses = F.nll_loss(outputs, labels, reduction="none")
-        totals += torch.stack([losses[real].sum(), (outputs.argmax(dim=1) == labels)[real].sum()])
+        totals[0] += losses[is_real].sum()
+        totals[1] += (outputs.argmax(dim=1) == labels)[is_real].sum()
         first += world.size * len(labels)
     loss_sum, correct = common.sum_over_ranks(totals)
     return loss_sum / len(loader.dataset), correct / len(loader.dataset)
 
 
-# ---- Main ------------------------------------------------------------------------------------------------------
-def parse_args() -> argparse.Namespace:
+# ---- Main --------------------------------------------------------------------------------------
+
+
+def parse_args():
     parser = common.Parser(__doc__)
-    count, size, number = common.at_least(0), common.at_least(1), common.at_least(0, float)
-    add = parser.groups["data and model"].add_argument
+    count = common.non_negative_int
+    size = common.positive_int
+    number = common.non_negative_float
+
+    add = parser.add_argument_group("data and model").add_argument
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
     add("--num-train-samples", default=6400, type=count, help="0 for all")
-    add = parser.groups["training"].add_argument
+
+    add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=size, help="passes over the images")
     add("--batch-size", default=64, type=size, help="images per process and step")
     add("--test-batch-size", default=1000, type=size, help="the same in the test")
     add("--lr", default=1.0, type=number, help="learning rate of Adadelta")
     add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")
-    add = parser.groups["FSDP"].add_argument
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: FullyShardedDataParallel")
-    add("--min-num-params", default=100, type=size, help="a module with this many parameters becomes a unit")
+
+    add = parser.add_argument_group("FSDP").add_argument
+    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: its class")
+    add("--min-num-params", default=100, type=size, help="parameters that make a unit")
+
+    common.add_run_flags(parser.add_argument_group("processes and output"))
     parser.set_defaults(device="xpu", save_model=False)  # XPU: never the CPU in silence
     return parser.parse_args()
 
 
 def main(args, world) -> None:
-    # XPU: `common.setup` has set the device (torch.xpu.set_device) and taken the backend "xccl", once "ccl".
-    columns = {"epoch": "5d", "state_gb": "8.3f", "peak_gb": "7.2f", "loss": "7.4f", "test_loss": "9.4f"}
-    log = common.Log(world.rank, args.output_dir, **columns, accuracy="8.4f", **{"samples/s": "9,.0f"})
+    # XPU: `common.setup` has set the device (torch.xpu.set_device) and taken the backend "xccl",
+    # once "ccl".
+    log = common.Log(world, args.output_dir)
     train_set, test_set = load_digits(args, world)
     train_loader = make_loader(train_set, args.batch_size, args, world, train=True)
     test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
+    log.print(f"run      {common.describe_run(world)}, FSDP{args.fsdp_version} FULL_SHARD")
+    log.print(
+        f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test"
+    )
+
     torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
-    mesh = init_device_mesh(world.device.type, (world.size,))  # XPU: "xpu"; FSDP2 moves the model to it, no model.to
-    model, fsdp = Network(), f"FSDP{args.fsdp_version} FULL_SHARD"
-    count = sum(parameter.numel() for parameter in model.parameters())
-    model = (shard_with_fsdp2 if args.fsdp_version == 2 else shard_with_fsdp1)(args, world, mesh, model)
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)  # after sharding: of the shards
+    model = Network()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    log.print(f"model    {common.check_that_it_fits(num_parameters, world.size, world)}")
+    if args.fsdp_version == 2:
+        model = shard_with_fsdp2(args, world, model)
+    else:
+        model = shard_with_fsdp1(args, world, model)
+    log.print(str(model))  # with its units
+    optimizer = torch.optim.Adadelta(
+        model.parameters(), lr=args.lr
+    )  # after sharding: of the shards
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    log.say(f"run      {common.describe_run(world)}, {fsdp}")
-    log.say(f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test")
-    log.say(f"model    {common.describe_size(count, world.size, world)}")
-    log.say(str(model))  # with its units
-    if world.device.type == "xpu":  # XPU: time by the device's own clock
-        first, last = (torch.xpu.Event(enable_timing=True) for _ in range(2))
-        first.record()
+
+    # XPU: time by the device's own clock.
+    if world.device.type == "xpu":
+        first_event = torch.xpu.Event(enable_timing=True)
+        last_event = torch.xpu.Event(enable_timing=True)
+        first_event.record()
+
     for epoch in range(1, args.epochs + 1):
         common.peak_memory(world.device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         loss = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
-        row = {"samples/s": len(train_loader) * args.batch_size * world.size / (time.perf_counter() - began)}
-        row |= {"state_gb": common.state_gb(model, optimizer)} | common.peak_memory(world.device)
-        row["test_loss"], row["accuracy"] = evaluate(world, model, test_loader)
-        log.row(epoch=epoch, loss=loss, **row)
+        speed = len(train_loader) * args.batch_size * world.size / (time.perf_counter() - start)
+        memory = common.peak_memory(world.device)
+        state_gb = common.state_gb(model, optimizer)
+        test_loss, accuracy = evaluate(world, model, test_loader)
+        log.print(
+            f"epoch {epoch:2} | state {state_gb:.3f} GB | peak {memory['peak_gb']:.2f} GB"
+            f" | loss {loss:.4f} | test_loss {test_loss:.4f} | accuracy {accuracy:.4f}"
+            f" | {speed:6,.0f} samples/s"
+        )
+        record = {"epoch": epoch, "state_gb": state_gb, **memory, "loss": loss}
+        log.write(**record, test_loss=test_loss, accuracy=accuracy, **{"samples/s": speed})
         scheduler.step()
+
+    # XPU: an event has no time before the device has come to it.
     if world.device.type == "xpu":
-        last.record()
-        torch.xpu.synchronize()  # XPU: an event has no time before the device has come to it
-        log.say(f"\nelapsed  {first.elapsed_time(last) / 1000:.2f} s by XPU events")
+        last_event.record()
+        torch.xpu.synchronize()
+        log.print(f"elapsed  {first_event.elapsed_time(last_event) / 1000:.2f} s by XPU events")
+
     if args.save_model:
-        common.export(model, None, args.output_dir / "shallow", world)
-    log.say(f"metrics  {log.path}")
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(model, options=options)  # on rank 0
+        folder = args.output_dir / "shallow"
+        if world.rank == 0:
+            folder.mkdir(exist_ok=True)
+            save_file(weights, folder / "model.safetensors")
+    log.print(f"metrics  {log.path}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from transformers import T5Config, T5ForConditionalGeneration
@@ -43,7 +42,7 @@ def observe(world, *arguments):
     config = T5Config(vocab_size=512, decoder_start_token_id=0, **shape)
     t5_fsdp.load_model = lambda *arguments: loads.append(arguments) or load_model(*arguments)
     shard = t5_fsdp.shard_with_fsdp2 if args.fsdp_version == 2 else t5_fsdp.shard_with_fsdp1
-    model = shard(args, world, init_device_mesh("cpu", (world.size,)), config)
+    model = shard(args, world, config)
     # Not full_state_dict: before torch 2.14 FSDP1's crashes on a CPU.
     weights = {name: shard.full_tensor() for name, shard in get_model_state_dict(model).items()}
     ids = torch.arange(2, 66).reshape(2, 32)

@@ -84,7 +84,7 @@ def run_out_of_memory(script):
 
 class Collectives(TorchDispatchMode):
     """Counts collectives over all processes, by the training step that they belong to or follow, and the bytes that are
-    gathered and reduced inside the second step: at the first one the root unit is still gathered from the validation."""
+    gathered and reduced inside the second step: in the first the root unit is still gathered from the validation."""
 
     def __init__(self):
         super().__init__()

@@ -72,7 +72,7 @@ def test_every_text_comes_once_in_a_pass_whatever_the_processes(tmp_path, tokeni
         assert numbers != sorted(numbers)  # shuffled
         seen += numbers
     assert len(set(seen)) == len(seen)
-    held_out = {int(text.split()[0]) for text in held_out}
+    held_out = {int(text.split()[0]) for text in lm_multinode.texts_of(held_out, "text")}
     assert 0.01 < len(held_out) / 160 < 0.12
     # The first and the last text of each process are not whole in its batches.
     assert set(seen) <= set(range(160)) - held_out and len(seen) >= 160 - len(held_out) - 4 * processes
@@ -85,10 +85,10 @@ def test_held_out_texts_are_chosen_by_their_content(tmp_path):
     with gzip.open(next(tmp_path.iterdir()), "rt") as file:
         lines = file.read().splitlines()
     chosen = [line for line in lines if zlib.crc32(line.encode()) % 20 == 0]
-    assert 30 < len(chosen) < 70 and held_out == [json.loads(line)["text"] for line in chosen[:30]]
+    assert 30 < len(chosen) < 70 and held_out == chosen[:30]
     assert [row["text"] for row in source] == [line for line in lines if line not in chosen]  # more is not trained on
     source, held_out = lm_multinode.load_texts(parse("builtin"))
-    texts = [json.loads(row["text"])["text"] for row in source]
+    texts = [row["text"] for row in source]
     assert len(set(texts)) == len(texts) > 500 and not set(texts) & set(held_out)
     assert 20 < len(held_out) < 0.1 * len(texts) and sum(map(len, texts)) > 200_000
 
@@ -150,7 +150,7 @@ def test_other_formats_hold_the_same_texts(tmp_path, tokenizer, monkeypatch):
         source, held_out = lm_multinode.load_texts(args)
         assert held_out
         lines = (row["text"] for row in source)
-        found.append({*held_out, *lm_multinode.texts_of(lines, args.text_column)})
+        found.append({*lm_multinode.texts_of([*held_out, *lines], args.text_column)})
         whole = list(itertools.islice(stream(args, tokenizer, source=source), 20))
         rest = itertools.islice(stream(args, tokenizer, 0, 1, json.loads(json.dumps(whole[6][1])), source), 13)
         for (batch, _), (again, _) in zip(whole[7:], rest, strict=True):
@@ -221,7 +221,8 @@ def test_c4_goes_through_the_library_and_resumes(tmp_path, tokenizer, monkeypatc
     args = parse("c4", "--num-validation-texts", "4")
     source, held_out = lm_multinode.load_texts(args)
     assert asked == [f"hf://datasets/allenai/c4/en/c4-{split}.*.json.gz" for split in ("train", "validation")]
-    assert [text.split()[0] for text in held_out] == list("0123")  # of its own validation split
+    texts = lm_multinode.texts_of(held_out, "text")
+    assert [text.split()[0] for text in texts] == list("0123")  # of its own validation split
     whole = list(itertools.islice(stream(args, tokenizer, 1, 2, source=source), 30))
     rest = itertools.islice(stream(args, tokenizer, 1, 2, json.loads(json.dumps(whole[9][1])), source), 20)
     for (batch, _), (again, _) in zip(whole[10:], rest, strict=True):

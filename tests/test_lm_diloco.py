@@ -55,11 +55,11 @@ def nesterov(weights):
 def train_replicas(folder, replicas, local_steps=3, outer=nesterov):
     """Losses and gradient norms of the first replica, and validation losses of what they share."""
     sys.argv = ["lm_multinode.py", *map(str, SETTINGS), "--micro-batch-size", str(BATCH // PROCESSES)]
+    sys.argv += ["--local-steps", str(local_steps)]
     args = lm_multinode.parse_args()
     config, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoConfig, AutoTokenizer))
     source, held_out = lm_multinode.load_texts(args)
-    lines = {"text": [json.dumps({"text": text}) for text in held_out]}
-    to_validate = lm_multinode.pack(lines, [0], args, tokenizer, [0])
+    to_validate = lm_multinode.pack({"text": held_out}, [0], args, tokenizer, [0])
     shared = lm_multinode.load_model(args, config)
     outer_optimizer = outer(shared.parameters())
     models = [copy.deepcopy(shared) for _ in range(replicas)]

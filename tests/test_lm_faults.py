@@ -89,17 +89,15 @@ def test_ten_kills_at_random_moments_lose_nothing(whole, tmp_path):
     assert losses(tmp_path) == losses(whole[2])
 
 
-@pytest.mark.parametrize("version, file", [(1, "*.distcp"), (2, "*.distcp"), (2, ".metadata"), (2, "progress.json")])
-def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(whole, version, file, tmp_path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_unfinished_newest_checkpoint_is_left_for_the_one_before(whole, version, tmp_path):
+    """As a killed run leaves it. A damaged one is in test_t5_checkpoints.py."""
     shutil.copytree(whole[version], tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "checkpoints" / f"step-{STEPS:07d}"
-    largest = max(newest.glob(file), key=lambda path: path.stat().st_size)
-    os.truncate(largest, largest.stat().st_size - 100)
+    (newest / ".metadata").unlink()
     (newest / "of a killed run").touch()
     arguments = (*SETTINGS, *SAVING, "--fsdp-version", version, "--resume", "--output-dir", tmp_path)
     finished = succeed("lm_multinode.py", *arguments, processes=PROCESSES, fork=True)
-    [line] = [line for line in finished.stderr.splitlines() if "damaged" in line]
-    assert line.startswith(f"{newest} is damaged (") and line.endswith("); trying the one before")
     assert f"from step {STEPS - EVERY}\n" in finished.stdout
     assert steps_in(tmp_path)[STEPS:] == [STEPS - 2, STEPS - 1, STEPS]
     assert losses(tmp_path) == losses(whole[version])
@@ -129,7 +127,7 @@ def test_another_number_of_processes_keeps_weights_and_says_what_it_cannot_keep(
     shutil.rmtree(tmp_path / "checkpoints" / f"step-{STEPS:07d}")
     arguments = (*SETTINGS, "--sharding-strategy", "FULL_SHARD", "--shards-per-replica", 0, "--resume")
     finished = succeed("lm_multinode.py", *arguments, "--output-dir", tmp_path, processes=2, fork=True)
-    assert "saved by 4 processes: the place in the data is lost, a new pass begins" in finished.stdout
+    assert "saved by 4 processes: the position in the data is lost, a new pass begins" in finished.stdout
     assert f"from step {STEPS - EVERY}\n" in finished.stdout
     assert steps_in(tmp_path)[STEPS:] == [STEPS - 2, STEPS - 1, STEPS]
     # Other texts, but by the trained model: it began at 7.6.
@@ -140,7 +138,7 @@ def test_a_folder_with_checkpoints_of_another_run_is_refused(whole):
     settings = (*SETTINGS, "--sharding-strategy", "FULL_SHARD", "--shards-per-replica", 0, "--output-dir", whole[2])
     cases = [
         (settings, 1, "holds checkpoints of an earlier run; add --resume, or choose another --output-dir"),
-        ((*settings, "--resume", "--seed", 2), 1, "was made with --seed 1, .*; resume with it, or choose another"),
+        ((*settings, "--resume", "--seed", 2), 1, "was made with --seed 1; resume with it, or choose another"),
     ]
     check_bad_input("lm_multinode.py", [], cases)
 

@@ -78,8 +78,7 @@ def plain(runs):
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     worlds = [World(rank, rank, PROCESSES, PROCESSES, torch.device("cpu")) for rank in range(PROCESSES)]
     streams = [lm_multinode.Batches(args, world, source, tokenizer, {}) for world in worlds]
-    lines = {"text": [json.dumps({"text": text}) for text in held_out]}
-    to_validate = lm_multinode.pack(lines, [0], args, tokenizer, [0])
+    to_validate = lm_multinode.pack({"text": held_out}, [0], args, tokenizer, [0])
 
     def loss_of(*batches):
         inputs, labels = (
@@ -154,7 +153,7 @@ def test_a_step_sends_the_bytes_of_the_readme(runs, tmp_path):
     run_many("lm_multinode", arguments, PROCESSES, "count-collectives")
     model = lm_multinode.empty_model(AutoConfig.from_pretrained(runs["fsdp2 FULL_SHARD"] / "model"))
     whole = sum(p.nbytes for p in model.parameters())
-    layers = sum(p.nbytes for p in lm_multinode.layers_of(model).parameters())
+    layers = sum(p.nbytes for layer in lm_multinode.layers_of(model) for p in layer.parameters())
     micro_batches, shards = 2, 2
     gathered = {"FULL_SHARD": micro_batches * (whole + layers), "HYBRID_SHARD": micro_batches * (whole + layers)}
     gathered |= {"SHARD_GRAD_OP": whole, "_HYBRID_SHARD_ZERO2": whole}

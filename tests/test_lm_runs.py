@@ -41,8 +41,8 @@ def loss_of(folder, length, count, monkeypatch):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     monkeypatch.setattr("sys.argv", ["lm_multinode.py", "--num-validation-texts", str(count)])
     args = lm_multinode.parse_args()
-    args.seq_length, texts = length, lm_multinode.load_texts(args)[1]
-    rows = lm_multinode.pack({"text": [json.dumps({"text": text}) for text in texts]}, [0], args, tokenizer, [0])
+    args.seq_length, held_out = length, lm_multinode.load_texts(args)[1]
+    rows = lm_multinode.pack({"text": held_out}, [0], args, tokenizer, [0])
     with torch.no_grad():
         logits = model(torch.from_numpy(rows["input_ids"])).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows["labels"]).flatten()).item()
@@ -67,7 +67,7 @@ def test_default_run_learns_and_exports_what_it_trained(tmp_path, monkeypatch):
     parameters = AutoModelForCausalLM.from_pretrained(exported).num_parameters()
     state = 16 * parameters / 2 / 2**30
     assert re.search(f"^model .*tiny, {parameters:,} parameters.* {state:.3f} .*GB", finished.stdout, re.M)
-    assert f"{last['perplexity']:.1f}" in finished.stdout and f"model    {exported}\n" in finished.stdout
+    assert f"perplexity {last['perplexity']:,.1f}" in finished.stdout and f"model    {exported}\n" in finished.stdout
 
 
 @pytest.mark.parametrize("name, parameters", [("150m", 214_983_680), ("1b", 1_100_048_384)])
@@ -146,8 +146,8 @@ def test_dropout_has_a_seed_in_both_versions(tied_llama, tmp_path):
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_workers_that_are_not_forked(method, tmp_path):
-    """As on macOS and, from Python 3.14, on Linux: what a worker calls reaches it as a pickle. Of shards of its own, and
-    of texts that all processes divide."""
+    """As on macOS and, from Python 3.14, on Linux: what a worker calls reaches it as a pickle, with shards of its
+    own, and with texts that all processes divide."""
     settings = ("--max-steps", 1, "--no-save-model", "--output-dir", tmp_path)
     data = () if method == "spawn" else ("--dataset", write_shards(tmp_path, [2000]))
     succeed("lm_multinode.py", *SMALL, *settings, *data, processes=2, fork=True, START_METHOD=method)
@@ -200,7 +200,8 @@ def test_strategies_are_compared(tmp_path, exported):
     options = (*SMALL, "--compare-strategies", "--shards-per-replica", 2, "--peak-tflops", 0.5, "--no-save-model")
     settings = [[*options, "--fsdp-version", version, "--output-dir", tmp_path / f"{version}"] for version in VERSIONS]
     finished = run_many("lm_multinode", settings, 4)
-    hidden, feed_forward, layers, *_ = lm_multinode.MODELS["tiny"]
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers")
+    hidden, feed_forward, layers = (lm_multinode.MODELS["tiny"][name] for name in names)
     words = LlamaConfig.from_pretrained(exported).vocab_size
     layer = 4 * hidden**2 + 3 * hidden * feed_forward + 2 * hidden
     root = 2 * words * hidden + hidden
@@ -217,7 +218,8 @@ def test_strategies_are_compared(tmp_path, exported):
             assert (row["replicas"], row["shards"]) == (4 // shards, shards)
             state = state_bytes(layers * layer + root, name, 4, replica=2)
             assert row["state_gb"] * 2**30 == pytest.approx(state, rel=0.02)
-            assert re.search(rf"^ *{name} .* {row['tokens/s']:,.0f} .* {row['state_gb']:.4f} ", finished.stdout, re.M)
+            speed, state = f"{row['tokens/s']:,.0f} tokens/s", f"state {row['state_gb']:.4f} GB"
+            assert re.search(rf"^{name} .* {speed} .* {state} .* mfu {row['mfu']:.1%}$", finished.stdout, re.M)
         assert not (tmp_path / f"{version}" / "checkpoints").exists()
 
 
@@ -260,7 +262,7 @@ def test_a_run_whose_output_nobody_reads_ends(tmp_path):
     command = [sys.executable, ROOT / "lm_multinode.py", *map(str, options)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         try:
-            assert any(re.match(" +2 ", line) for line in running.stdout)
+            assert any(re.match("step +2 [|] loss", line) for line in running.stdout)
             running.stdout.close()
             assert running.wait(timeout=60) == 2
         finally:
@@ -281,7 +283,7 @@ def test_bad_input_is_one_sentence(tmp_path):
     hybrid = ("--sharding-strategy", "HYBRID_SHARD")
     as_users = [(("--global-batch-size", 20, *output), None, "must be a multiple of .* 2 processes")]
     as_forks = [
-        (("--seq-length", 0), None, "--seq-length: 0 is not a number of at least 1"),
+        (("--seq-length", 0), None, "--seq-length: 0 is not a whole number of at least 1"),
         (("--weight-decay", -1), None, "--weight-decay: -1 is not a number of at least 0"),
         (("--lr", "nan"), None, "--lr: nan is not a number of at least 0"),
         (("--max-step", 5), None, "unrecognized arguments: --max-step 5"),

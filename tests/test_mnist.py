@@ -29,11 +29,11 @@ def world():
     torch.distributed.destroy_process_group()
 
 
-def tables(stdout):
-    """The tables that were printed, each with its header: the table of each half, and both side by side."""
-    texts = re.split(r"^(?=network +mode)", stdout, flags=re.MULTILINE)[1:]
-    row = r"^(?:network| *(?:shallow|deep|layers) +(?:local|fsdp)) .*"
-    return [re.findall(row, text, re.MULTILINE) for text in texts]
+def lines_of(stdout):
+    """The lines of the epochs, of both halves, and those that stand side by side at the end."""
+    halves, _, together = stdout.partition("The last epoch of each, side by side:")
+    line = r"^(?:shallow|deep|layers) +\| (?:local|fsdp) .*"
+    return re.findall(line, halves, re.MULTILINE), re.findall(line, together, re.MULTILINE)
 
 
 def test_both_halves_learn_the_digits_and_stand_side_by_side(tmp_path):
@@ -51,9 +51,8 @@ def test_both_halves_learn_the_digits_and_stand_side_by_side(tmp_path):
     assert local["state_gb"] == pytest.approx(16 * 1_199_882 / 2**30, rel=0.01)
     assert fsdp["state_gb"] == pytest.approx(local["state_gb"] / 2, rel=0.02)
     assert local["peak_gb"] > 0.1 and fsdp["peak_gb"] > 0.1  # PyTorch alone takes more
-    of_local, of_fsdp, both = tables(finished.stdout)
-    assert [of_local[0], of_local[3], of_fsdp[3]] == both
-    assert len({len(line) for line in both}) == 1
+    epochs, together = lines_of(finished.stdout)
+    assert together == [epochs[2], epochs[5]] and len({len(line) for line in together}) == 1
     images, labels = mnist_fsdp.draw_digits(2000, 3).tensors  # the test images of seed 1
     for row in (local, fsdp):
         model = mnist_fsdp.Network(128)
@@ -98,21 +97,20 @@ def test_digits_are_the_same_for_a_seed():
 def compared(small_mnist, tmp_path_factory):
     """A comparison of all networks: what it printed, and its rows."""
     folder = tmp_path_factory.mktemp("compared")
-    flags = ("--dataset", "mnist", "--data_dir", small_mnist, "--num_train_samples=70", "--epochs", 1)
-    flags += ("--batch_size", 32, "--num_processes", 2, "--fsdp_version", 1, "--print_model", "--output_dir", folder)
+    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--num-train-samples=70", "--epochs", 1)
+    flags += ("--batch-size", 32, "--num-processes", 2, "--fsdp-version", 1, "--print-model", "--output-dir", folder)
     finished = succeed("mnist_fsdp.py", *flags)
     return finished, {(row["network"], row["mode"], row["processes"]): row for row in records(folder, "loss")}
 
 
 def test_comparison_of_all_networks(compared):
-    """On files, with FSDP1, flags written as torchrun's are, and the networks printed with their units."""
+    """On files, with FSDP1, and the networks printed with their units."""
     finished, rows = compared
     networks = {"layers": 51_451_274, "deep": 94_104_234, "shallow": 1_199_882}
     assert list(rows) == [(name, mode, n) for mode, n in (("local", 1), ("fsdp", 2)) for name in networks]
     assert "70 images to train on, 100 to test" in finished.stdout
-    of_local, of_fsdp, both = tables(finished.stdout)
-    together = [half for of_network in zip(of_local[1:], of_fsdp[1:], strict=True) for half in of_network]
-    assert both == [of_local[0], *together]
+    epochs, together = lines_of(finished.stdout)
+    assert together == [line for of_network in zip(epochs[:3], epochs[3:], strict=True) for line in of_network]
     for network, size in networks.items():
         assert finished.stdout.count(f"{size:,} parameters") == 2
         for mode, processes in (("local", 1), ("fsdp", 2)):
@@ -171,7 +169,6 @@ class Nested(nn.Module):
 @pytest.mark.parametrize("network", ["shallow", "deep", "layers", "nested"])
 def test_both_versions_make_the_same_units(network, world):
     """For several bounds; with 20,000 those of the notebook."""
-    mesh = mnist_fsdp.init_device_mesh("cpu", (1,))
     make = Nested if network == "nested" else mnist_fsdp.NETWORKS[network]
     units = {}
     for bound in (20_000, 2_000_000) if network in ("deep", "layers") else (60, 100, 200, 20_000, 2_000_000):
@@ -179,7 +176,7 @@ def test_both_versions_make_the_same_units(network, world):
         for shard in (mnist_fsdp.shard_with_fsdp2, mnist_fsdp.shard_with_fsdp1):
             with torch.device("meta"):  # spares the 94 million random numbers
                 model = make()
-            models.append(shard(args, world, mesh, model.to_empty(device="cpu")))
+            models.append(shard(args, world, model.to_empty(device="cpu")))
         kinds = [(FSDPModule, models[0]), (mnist_fsdp.FSDP, models[1])]
         two, one = ([name for name, module in model.named_modules() if isinstance(module, k)] for k, model in kinds)
         clean = {name.replace("_fsdp_wrapped_module", "").replace("..", ".").strip(".") for name in one}
@@ -234,7 +231,7 @@ def test_bad_input_is_one_sentence(tmp_path, small_mnist):
     as_forks = [
         (("--lr", "nan"), None, "--lr: nan is not a number of at least 0"),
         (("--batch-size", 9999, *output), 2, "--batch-size 9999 on 2 ranks"),
-        (("--batch-size", 0), None, "--batch-size: 0 is not a number of at least 1"),
+        (("--batch-size", 0), None, "--batch-size: 0 is not a whole number of at least 1"),
         (("--epoch", 1), None, "unrecognized arguments: --epoch"),
         (("--mode", "local"), 2, "--mode local trains in one process of its own; start it with python"),
         ((*mnist, tmp_path / "absent", *output), 2, "MNIST in .*absent cannot be read, nor downloaded"),
@@ -291,7 +288,7 @@ def test_ctrl_c_ends_a_run_without_a_traceback(half, small_mnist, tmp_path):
     command = [sys.executable, ROOT / "mnist_fsdp.py", *map(str, flags)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, start_new_session=True) as process:
-        rows = (line for line in process.stdout if line.startswith(f"shallow  {half}"))
+        rows = (line for line in process.stdout if line.startswith(f"shallow | {half}"))
         assert next(rows, None) and next(rows, None), process.stderr.read()
         os.killpg(process.pid, signal.SIGINT)
         began = time.monotonic()

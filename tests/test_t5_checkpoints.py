@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -171,16 +170,22 @@ DAMAGES = {
 }
 
 
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(resumed, copy, shared):
+def test_a_damaged_checkpoint_is_one_sentence_that_says_what_to_delete(resumed, copy, shared):
+    """Then the one before is resumed. One that was never finished is no checkpoint."""
     folders = {name: copy(name) for name in DAMAGES}
     for name, damage in DAMAGES.items():
-        damage(folders[name] / "checkpoints" / KEPT[1])
+        newest = folders[name] / "checkpoints" / KEPT[1]
+        damage(newest)
         os.remove(folders[name] / "metrics.jsonl")
+        if (newest / ".metadata").exists():
+            flags = ("--resume", "--no-save-model", "--output-dir", folders[name])
+            finished = run("t5_fsdp.py", *shared, *flags, processes=2, fork=True)
+            assert finished.returncode == 2 and "Traceback" not in finished.stderr
+            assert f"error: {newest} is damaged; delete it to resume from the one before" in finished.stderr
+            shutil.rmtree(newest)
     runs = [[*shared, "--resume", "--no-save-model", "--output-dir", folder] for folder in folders.values()]
     finished = run_many("t5_fsdp", runs, processes=2)
     assert finished.stdout.count("from step 11, keeps everything") == len(DAMAGES)
-    # One that was never finished is no checkpoint; of the others it says so.
-    assert len(re.findall(r"step-0000015 is damaged .*; trying the one before", finished.stderr)) == len(DAMAGES) - 1
     expected = losses(resumed / "whole2")
     for name, folder in folders.items():
         assert losses(folder) == {step: expected[step] for step in range(12, STEPS + 1)}, name
@@ -192,8 +197,8 @@ def test_what_cannot_be_resumed_is_one_sentence(copy, shared, tmp_path):
         os.truncate(broken / "checkpoints" / kept / "__0_0.distcp", 1000)
     cases = {
         ("--output-dir", folder): "holds checkpoints of an earlier run; add --resume",
-        ("--output-dir", folder, "--resume", "--seed", 7): "step-0000015 was made with --seed 1, .*; resume with it",
-        ("--output-dir", folder, "--resume", "--lr", 0.5): "step-0000015 was made with --lr 0.001, .*; resume with it",
+        ("--output-dir", folder, "--resume", "--seed", 7): "step-0000015 was made with --seed 1; resume with it",
+        ("--output-dir", folder, "--resume", "--lr", 0.5): "step-0000015 was made with --lr 0.001; resume with it",
         ("--output-dir", broken, "--resume"): "no checkpoint in .* can be read; start again with another --output-dir",
     }
     # The model that --model names may have been replaced: by one of fewer layers, of more, of other widths.

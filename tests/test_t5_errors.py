@@ -53,13 +53,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, tiny_model, article
             (("--model", t5, *here), "unnamed"),
             (("--model", tmp_path, *here), "config.json"),
             (("--model", "someone/absent", *here), "someone/absent"),
-            (("--batch-size", 0), "argument --batch-size: 0 is not a number of at least 1"),
-            (("--num-train-samples", -1), "argument --num-train-samples: -1 is not a number of at least 0"),
+            (("--batch-size", 0), "argument --batch-size: 0 is not a whole number of at least 1"),
+            (("--num-train-samples", -1), "argument --num-train-samples: -1 is not a whole number of at least 0"),
             (("--lr", "nan"), "argument --lr: nan is not a number"),
             (("--lr", "fast"), "argument --lr: invalid number value: 'fast'"),
-            (("--epochs", "1.5"), "argument --epochs: invalid whole number value: '1.5'"),
-            (("--epoch", 1), r"unrecognized arguments: --epoch 1 \(did you mean --epochs\? --help"),
-            (("--model", "./nomodel"), r"argument --model: \./nomodel: no such folder"),
+            (("--epochs", "1.5"), "argument --epochs: 1.5 is not a whole number of at least 1"),
+            (("--epoch", 1), r"unrecognized arguments: --epoch 1 \(--help lists every flag\)"),
+            (("--model", "./nomodel"), r"--model \./nomodel cannot be read: "),
             (("--sharding-strategy", "HYBRID_SHARD"), "invalid choice: 'HYBRID_SHARD'"),
             (("--backward-prefetch", "post"), r"--backward-prefetch post needs .* \(--help"),
             (("--batch-size", 500, *here), r"\d+ articles do not fill a step of 500; lower --batch-size"),
@@ -107,9 +107,9 @@ def test_a_model_that_cannot_fit_is_said_with_what_would_make_it_fit(monkeypatch
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**24}[name])
     world = common.World(0, 0, 4, 4, torch.device("cpu"))
     with pytest.raises(common.UserError, match=r"42\.123 GB of state .* has 16 GB; shard over 11 processes or more"):
-        common.describe_size(11_307_321_344, 4, world)
-    assert "10.531 GB of state a process, which has 16 GB" in common.describe_size(11_307_321_344, 16, world)
-    assert "15.796 GB of state" in common.describe_size(11_307_321_344, 16, world, copies=6)  # DiLoCo's
+        common.check_that_it_fits(11_307_321_344, 4, world)
+    assert "10.531 GB of state a process, which has 16 GB" in common.check_that_it_fits(11_307_321_344, 16, world)
+    assert "15.796 GB of state" in common.check_that_it_fits(11_307_321_344, 16, world, bytes_each=24)  # DiLoCo's
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,3 @@ def test_collectives_wait_ten_minutes_but_for_a_download_six_hours(monkeypatch):
     ]
     common.dist.destroy_process_group()
     assert waits == [600, 6 * 3600]
-
-
-def test_a_sentence_says_that_torchrun_tries_again(tmp_path):
-    restarts = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "1"}
-    flags = ("--dataset", tmp_path / "absent.csv", "--output-dir", tmp_path / "output", "--num-processes", 1)
-    finished = run("t5_fsdp.py", *flags, fork=True, **restarts)
-    assert finished.returncode == 2 and "(torchrun tries again, as --max-restarts says)" in finished.stderr

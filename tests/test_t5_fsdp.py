@@ -110,7 +110,7 @@ def test_a_models_own_settings_of_generation_are_kept_but_summaries_are_greedy(t
     ]
     printed = run_many("t5_fsdp", settings, 1).stdout
     summaries = re.findall(r"^summary    (.+(?:\n {11}.+)*)$", printed, re.MULTILINE)
-    assert summaries == summaries[:3] * len(cases) and len(set(summaries)) == 3
+    assert summaries == summaries[:2] * len(cases)  # of the first article, before and after training
     for version in SAVE_ON_CPU:
         best = tmp_path / f"beams-{version}" / "output" / "best"
         assert GenerationConfig.from_pretrained(best).num_beams == 4

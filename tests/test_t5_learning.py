@@ -37,7 +37,8 @@ def test_the_first_lines_say_what_runs(trained):
         r"model    builtin, [\d,]+ parameters, 0\.\d+ GB of state a process, which has",
         r"dataset  builtin, 10,000 rows, of which 10,000 have a text and a summary within --max-summary-share",
         r"data     4,000 articles to train on, 300 to validate",
-        r"epoch    step     loss  val_loss  rouge1  rouge2  rougeL  grad_norm        lr    tokens/s  peak_gb",
+        r"step      0 \| val_loss \d\.\d{4} \| rouge1 0\.\d{4} \| rouge2 0\.\d{4} \| rougeL 0\.\d{4}$",
+        r"step     25 \| loss \d\.\d{4} \| grad_norm \d+\.\d{3} \| lr 1\.00e-03 \| +[\d,]+ tokens/s \| \d\.\d\d GB$",
     ):
         assert re.search(f"^{line}", trained[1], re.MULTILINE), line
     assert len(records(trained[0], "loss", "grad_norm", "lr", "tokens/s", "peak_gb")) == len(
@@ -67,8 +68,8 @@ def test_the_exported_model_writes_the_printed_summaries(trained):
         mean = sum(score[name].fmeasure for score in scores) / 100
         assert row[name] == pytest.approx(mean, abs=0.05 if bf16 else 1e-6)
     summaries = re.findall(r"^summary    (.+(?:\n {11}.+)*)$", printed, re.MULTILINE)
-    assert len(summaries) == 3 and max(map(len, "\n".join(summaries).splitlines())) < 80
-    assert bf16 or [text.split() for text in summaries] == [text.split() for text in texts[:3]]
+    assert summaries and max(map(len, "\n".join(summaries).splitlines())) < 80
+    assert bf16 or summaries[-1].split() == texts[0].split()
 
 
 def test_rouge_is_the_same_on_any_number_of_processes(trained, tmp_path):

@@ -46,7 +46,7 @@ def bytes_sent(config, strategy: str, micro_batches: int, processes: int, on_nod
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     layers, whole = (4 * sum(p.numel() for p in part.parameters()) for part in (model.model.layers, model))
-    shards = 1 if strategy == "NO_SHARD" else 2 if strategy in lm_multinode.TWO_LEVELS else processes
+    shards = 1 if strategy == "NO_SHARD" else 2 if strategy in lm_multinode.HYBRIDS else processes
     replicas = processes // shards
     # After its forward FULL_SHARD frees the layers but not the root, with which backward begins.
     gathered = micro_batches * (whole + layers) if lm_multinode.RESHARD[strategy] else whole
@@ -68,7 +68,7 @@ def count_bytes(options: argparse.Namespace, world: common.World) -> None:
         model, optimizer = lm_multinode.build(args, world, config)
         tokens = torch.full((1, args.seq_length), world.rank)
         batches = itertools.repeat(({"input_ids": tokens, "labels": tokens}, None))
-        outer = lm_multinode.Outer(args, world, model) if strategy == "DILOCO" else None
+        outer = lm_multinode.OuterOptimizer(args, world, model) if strategy == "DILOCO" else None
 
         def count(function, *arguments) -> float:
             """Bytes that leave this node in a call. Nobody else sends meanwhile, but for the barriers' few bytes."""

@@ -21,7 +21,7 @@ import torch
 
 import matplotlib
 from matplotlib import pyplot
-from shared import ROOT, print_table, read_metrics
+from shared import ROOT, print_table, read_metrics, save_picture
 from two_nodes import two_nodes
 
 TWO, FOUR = (("--sharding-strategy", "DILOCO", "--shards-per-replica", shards) for shards in (2, 1))
@@ -69,7 +69,7 @@ def draw(curves: dict[str, list], caption: str, picture: Path) -> None:
     panels[0].legend(frameon=False)
     figure.suptitle(caption, fontsize=9)
     figure.patch.set_facecolor("white")  # readable on a dark page, too
-    figure.savefig(picture, metadata={"Date": None})
+    save_picture(figure, picture)
 
 
 if __name__ == "__main__":

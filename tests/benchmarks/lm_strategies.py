@@ -24,7 +24,7 @@ import matplotlib
 import transformers
 from lm_communication import bytes_sent
 from matplotlib import pyplot
-from shared import ROOT, print_table, run_script, write_llama
+from shared import ROOT, print_table, run_script, save_picture, write_llama
 
 
 def measure(options: argparse.Namespace) -> list[dict]:
@@ -68,7 +68,7 @@ def draw(rows: list[dict], caption: str, picture: Path) -> None:
     for panel in (memory, speed):
         panel.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(caption, fontsize=8)
-    figure.savefig(picture, metadata={"Date": None})
+    save_picture(figure, picture)
 
 
 if __name__ == "__main__":

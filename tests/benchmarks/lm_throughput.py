@@ -81,7 +81,7 @@ def write_c4_like(folder: Path, count: int) -> None:
 
 def make_ours(args, world, source, tokenizer) -> Callable[[], int]:
     model, optimizer = lm_multinode.build(args, world, transformers.AutoConfig.from_pretrained(args.model))
-    batches = lm_multinode.load(args, world, source, tokenizer, {})
+    batches = lm_multinode.batches_on_device(args, world, source, tokenizer, {})
 
     def step() -> int:
         lm_multinode.train_step(args, world, model, optimizer, batches)
@@ -100,7 +100,7 @@ def make_plain(args, world, source, tokenizer) -> Callable[[], int]:
         {"params": [parameter for parameter in model.parameters() if parameter.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    batches = lm_multinode.load(args, world._replace(size=1), source, tokenizer, {})
+    batches = lm_multinode.batches_on_device(args, world._replace(size=1), source, tokenizer, {})
     dtype = lm_multinode.PRECISIONS[args.precision][0]
 
     def forward(**batch):
@@ -261,7 +261,7 @@ def worker(options: argparse.Namespace, flags: list) -> None:
             "document": statistics.mean(lengths) / args.seq_length,
             "Trainer": sum(lengths) / sum(max(batch) * len(batch) for batch in micro_batches),
         }
-        mfu_share, rows = lm_multinode.flops_share(args, world, config), []
+        mfu_share, rows = lm_multinode.mfu_per_token_per_second(args, world, config), []
         for name, some in rates.items():
             share = shares.get(name, 1.0)
             turns = [rate * share for rate in some[1:]]  # the first turn warms up

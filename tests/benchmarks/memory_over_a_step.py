@@ -21,14 +21,13 @@ import weakref
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shared import ROOT, print_table
+from shared import ROOT, print_table, save_picture
 from transformers import T5Config
 
 import common
@@ -96,17 +95,16 @@ def prepare(name: str, strategy: str, world) -> tuple:
     """The model, and a function that computes its loss on one batch."""
     sys.argv = [f"{name}.py", "--precision", "fp32"] if name == "t5" else [name]
     torch.manual_seed(world.rank)
-    mesh = init_device_mesh("cpu", (world.size,))
     if name == "layers":
         args, model = mnist_fsdp.parse_args(), mnist_fsdp.NETWORKS["layers"]()
         images, labels = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
-        model = model if strategy == "local" else mnist_fsdp.shard_with_fsdp2(args, world, mesh, model)
+        model = model if strategy == "local" else mnist_fsdp.shard_with_fsdp2(args, world, model)
         return model, lambda: torch.nn.functional.nll_loss(model(images), labels)
     args = t5_fsdp.parse_args()
     config = T5Config(decoder_start_token_id=0, dropout_rate=0.0)  # t5-small's
     args.sharding_strategy = "FULL_SHARD" if strategy == "local" else strategy
     model = t5_fsdp.load_model(args, config) if strategy == "local" else None
-    model = model or t5_fsdp.shard_with_fsdp2(args, world, mesh, config)
+    model = model or t5_fsdp.shard_with_fsdp2(args, world, config)
     tokens = torch.randint(2, 32_000, (2, 256))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[:, :64]}
     return model, lambda: t5_fsdp.summed_loss(model, batch) / 128
@@ -185,7 +183,7 @@ def draw(results: dict, picture: Path) -> None:
     figure.supxlabel("operations of one training step: forward, backward, optimizer", fontsize=9)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
     figure.patch.set_facecolor("white")  # readable on a dark page, too
-    figure.savefig(picture, metadata={"Date": None})
+    save_picture(figure, picture)
     # A tenth of a pixel is enough for the lines.
     text = re.sub(r"^([ML] \d+\.\d)\d*( \d+\.\d)\d* *$", r"\1\2", picture.read_text(), flags=re.MULTILINE)
     picture.write_text(text)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -69,6 +70,13 @@ def cell(value) -> str:
     if not isinstance(value, float):
         return f"{value:,}" if type(value) is int else str(value)
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def save_picture(figure, path: Path) -> None:
+    """As SVG, the same for the same figure, with each path on one line and not on a thousand."""
+    figure.savefig(path, metadata={"Date": None})
+    joined = re.sub(r'(?<= d=")[^"]*', lambda path: " ".join(path[0].split()), Path(path).read_text())
+    Path(path).write_text(joined)
 
 
 class Words:

@@ -31,7 +31,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -117,8 +116,7 @@ def make_document(args, world, articles, tokenizer, config):
 
 def make_ours(args, world, articles, tokenizer, config):
     """The loop of t5_fsdp.py's main()."""
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    model = t5_fsdp.shard_with_fsdp1(args, world, mesh, config)
+    model = t5_fsdp.shard_with_fsdp1(args, world, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
     with common.first_on_node(world):
@@ -126,14 +124,14 @@ def make_ours(args, world, articles, tokenizer, config):
         train_set = articles.map(t5_fsdp.tokenize, batched=True, fn_kwargs=lengths)
     lengths = torch.tensor([len(ids) for ids in train_set["input_ids"]])
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    batches = t5_fsdp.load(train_set, t5_fsdp.epoch_steps(lengths, args, world, 1), collate, world)
+    batches = t5_fsdp.batches_on_device(train_set, t5_fsdp.split_epoch(args, world, lengths, 1), collate, world)
     stop = common.StopRequest()
 
     def train(steps: int) -> None:
         model.train()
         window = torch.zeros(3, device=world.device)
         for batch in itertools.islice(batches, steps):
-            window += t5_fsdp.train_step(args, world, model, optimizer, scaler, batch)[:3]
+            window += t5_fsdp.train_step(args, world, model, optimizer, scaler, batch)[0]
             stop.on_any_rank()
         common.sum_over_ranks(window)
 
@@ -146,7 +144,7 @@ def take_turns(world, options: argparse.Namespace, folder: Path, precision: str)
     sys.argv += ["--batch-size", str(options.batch_size)]
     args = t5_fsdp.parse_args()
     with common.first_on_node(world):
-        articles, _ = common.load_articles(str(folder / "articles.csv"), ("text", "headline"), (0, 8), 0.75)
+        articles, _ = common.load_articles(str(folder / "articles.csv"), "text", "headline", 0.75)
     config, tokenizer = t5_fsdp.load_config_and_tokenizer(args, world, articles)
     makers = {"document": make_document, "t5_fsdp.py": make_ours}
     loops = {name: make(args, world, articles, tokenizer, config) for name, make in makers.items()}

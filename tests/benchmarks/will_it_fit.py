@@ -12,16 +12,13 @@ from shared import print_table
 
 import lm_multinode
 
-# What the strategies of a row of the table have in common: over how many processes the state is sharded.
-STRATEGIES = {
-    "NO_SHARD": "`NO_SHARD`",
-    "FULL_SHARD": "`FULL_SHARD`, `SHARD_GRAD_OP`",
-    "HYBRID_SHARD": "`HYBRID_SHARD`, `_HYBRID_SHARD_ZERO2`",
-    "DILOCO": "`DILOCO`",
-}
-PROCESSES = (1, 4, 8, 64)
+SHARDS = (1, 4, 8, 64)
 T5 = {"t5-base": (768, 3072, 12, 12, 64), "t5-3b": (1024, 16384, 24, 32, 128), "t5-11b": (1024, 65536, 24, 128, 128)}
-LLAMAS = {"150m": lm_multinode.MODELS["150m"], "1b": lm_multinode.MODELS["1b"], "7b": (4096, 11008, 32, 32, 32)}
+LLAMAS = {
+    "150m": lm_multinode.MODELS["150m"],
+    "1b": lm_multinode.MODELS["1b"],
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
 
 
 def state_bytes(num_parameters: int, strategy: str, processes: int, replica: int = 8) -> float:
@@ -37,19 +34,17 @@ def count_parameters() -> dict[str, int]:
         for name, (hidden, width, layers, heads, each) in T5.items():
             shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
             models[name] = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape))
-        for name, (hidden, width, layers, heads, kv_heads) in LLAMAS.items():
-            shape = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers}
-            shape |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 32_000}
-            models[name] = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+        for name, shape in LLAMAS.items():
+            config = transformers.LlamaConfig(vocab_size=32_000, **shape)
+            models[name] = transformers.LlamaForCausalLM(config)
     return {name: model.num_parameters() for name, model in models.items()}
 
 
 def rows():
-    """Yield those of the table, in GB of 2**30 bytes."""
+    """Yield those of the table, in GB of 2**30 bytes, by the number of shards."""
     for name, count in count_parameters().items():
-        for strategy, text in STRATEGIES.items():
-            row = {"model": name, "parameters": f"{count:,}", "strategy": text}
-            yield row | {f"{n}": f"{state_bytes(count, strategy, n) / 2**30:.2f}" for n in PROCESSES}
+        row = {"model": name, "parameters": f"{count:,}"}
+        yield row | {f"{n}": f"{state_bytes(count, 'FULL_SHARD', n) / 2**30:.2f}" for n in SHARDS}
 
 
 if __name__ == "__main__":

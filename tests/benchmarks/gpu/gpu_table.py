@@ -12,7 +12,7 @@ its end. The parts:
 
     lm       150m Llama, by lm_multinode.py's build() and train_step(): precision, --compile, version, checkpointing
     lm-best  the same in bf16 with --compile under larger micro-batches: the largest MFU
-    t5-base, t5-3b  by t5_fsdp.py's sharding functions, load() and train_step(): 512 tokens an article, 152 a summary
+    t5-base, t5-3b  by t5_fsdp.py's build(), its loader and train_step(): 512 tokens an article, 152 a summary
     init     until a t5-3b that starts on the CPU is sharded on the GPU, in three ways
     profile  the kernels in which the best of lm-best spends its time
     scripts  each script by its command line, with its own data: the last rows that it reports
@@ -37,7 +37,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import profile
@@ -101,7 +100,7 @@ def make_lm(case: dict, world, steps: int) -> tuple[Callable[[], object], float,
     some_text = Dataset.from_dict({"text": ['{"text": "any"}']})
     config, _ = lm_multinode.load_config_and_tokenizer(args, world, some_text)
     config.vocab_size = 2048 if case["model"] == "tiny" else 32000
-    flops = lm_multinode.flops_share(args, world, config) * 1e12  # the share is that of one teraflop
+    flops = lm_multinode.mfu_per_token_per_second(args, world, config) * 1e12  # the share is that of one teraflop
     model, optimizer = lm_multinode.build(args, world, config)
     tokens = torch.randint(config.vocab_size, (batch, length + 1), device=world.device)
     batches = itertools.repeat(({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}, None))
@@ -132,15 +131,13 @@ def make_t5(case: dict, world, steps: int) -> tuple[Callable[[], object], float,
             return T5ForConditionalGeneration(config)
 
     t5_fsdp.load_model = load_model
-    mesh = init_device_mesh(world.device.type, (1,))
-    model = (t5_fsdp.shard_with_fsdp2 if case["fsdp"] == 2 else t5_fsdp.shard_with_fsdp1)(args, world, mesh, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    model, optimizer = t5_fsdp.build(args, world, config)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
     tokens = torch.randint(2, VOCABULARY, (steps * case["batch"], SOURCE + TARGET)).tolist()
     rows = {"input_ids": [row[:SOURCE] for row in tokens], "labels": [row[SOURCE:] for row in tokens]}
     tokenizer = common.train_tokenizer(["any text"], 300, append_eos=True)
     numbers = torch.arange(len(tokens)).view(steps, -1).tolist()
-    batches = t5_fsdp.load(Dataset.from_dict(rows), numbers, DataCollatorForSeq2Seq(tokenizer), world)
+    batches = t5_fsdp.batches_on_device(Dataset.from_dict(rows), numbers, DataCollatorForSeq2Seq(tokenizer), world)
     flops = 3 * t5_forward_flops(config) / (SOURCE + TARGET)
     return lambda: t5_fsdp.train_step(args, world, model, optimizer, scaler, next(batches)), flops, SOURCE + TARGET
 
@@ -189,12 +186,11 @@ def measure_init(case: dict, world: common.World) -> dict:
         torch.nn.init.zeros_(parameter)
     t5_fsdp.load_model = lambda args, config: model
     args = parse(t5_fsdp, {"precision": "bf16", "fsdp": 2, "compile": False, "checkpointing": False})
-    mesh = init_device_mesh(world.device.type, (1,))
     began = time.perf_counter()
     if case["way"] == "t5_fsdp.py, FSDP2":
-        t5_fsdp.shard_with_fsdp2(args, world, mesh, config)
+        t5_fsdp.shard_with_fsdp2(args, world, config)
     elif case["way"] == "FSDP1 with device_id":
-        t5_fsdp.shard_with_fsdp1(args, world, mesh, config)
+        t5_fsdp.shard_with_fsdp1(args, world, config)
     else:
         device_id = world.device if world.device.type == "cpu" else None  # on a CPU FSDP1 needs it
         FSDP(model, auto_wrap_policy=ModuleWrapPolicy({T5Block}), device_id=device_id).to(world.device)
