@@ -452,7 +452,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
                 scores = scorer.score(reference, summary)
                 rouge += torch.tensor([scores[name].fmeasure for name in ROUGE])
                 if number == 0:  # on rank 0
-                    example = {"reference": reference, "summary": summary}
+                    example = {"reference": reference, "summary": summary.strip()}
     model.train()
 
     loss, num_targets = common.sum_over_ranks(totals)
