@@ -91,22 +91,32 @@ def add_run_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     folder = Path("output", Path(sys.argv[0]).stem)
     add("--num-processes", default=0, type=non_negative_int, help="0: the GPUs, or two on a CPU")
-    add("--device", default="auto", help="auto: GPUs, if any; cpu; or by name: cuda, xpu, mps")
+    add("--device", default="auto", help="auto: GPUs, if any; cpu; or by name: cuda, xpu")
     add("--seed", default=1, type=non_negative_int, help="of weights, data order and dropout")
     add("--output-dir", default=folder, type=Path, help="one for each run")
-    add("--save-model", default=True, action=argparse.BooleanOptionalAction, help="export it")
+    add(
+        "--save-model",
+        default=True,
+        action=argparse.BooleanOptionalAction,
+        help="in Hugging Face format",
+    )
 
 
 def add_checkpoint_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--log-every", default=25, type=positive_int, help="steps between lines")
-    add("--checkpoint-every", default=0, type=non_negative_int, help="steps between them; 0: none")
+    add(
+        "--checkpoint-every",
+        default=0,
+        type=non_negative_int,
+        help="in steps; and at ends; 0: never",
+    )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
 
 # ---- Processes and devices ---------------------------------------------------------------------
 
-# Of a collective: who waits longer waits for a process that hangs or is gone.
+# A collective that takes longer fails: some process hangs or has died.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -366,7 +376,7 @@ def state_gb(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
 def peak_memory(device: torch.device) -> dict[str, float]:
     """The most GB since the last call: of the device's memory, or of this process's on a CPU.
 
-    On a device `reserved_gb` is with what its allocator keeps for later.
+    On a device `reserved_gb` also counts the memory that its allocator keeps for reuse.
     """
     if device.type == "cpu" and Path("/proc/self/clear_refs").exists():  # Linux
         status = Path("/proc/self/status").read_text()
@@ -537,7 +547,7 @@ def save_checkpoint(
 
 
 def read_progress(path: Path, args: argparse.Namespace, must_match: tuple[str, ...]) -> dict:
-    """The `progress` of a checkpoint, which must have been made with the same flags."""
+    """The `progress` of a checkpoint, which must have been made with the same `must_match`."""
     try:
         progress = json.loads((path / "progress.json").read_text())
     except (OSError, ValueError):

@@ -64,14 +64,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 import common
 
-# FSDP1 deprecates it. FSDP2 has it, see make_mesh.
+# FSDP1 deprecates NO_SHARD. FSDP2 has it, see make_mesh.
 warnings.filterwarnings("ignore", message=".*`?NO_SHARD`?.*")
 transformers.logging.disable_progress_bar()
 
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
-# Parameters are gathered and computed with in the first, gradients are reduced in the second: many
-# processes add up many small numbers, so in fp32.
+# The dtype to gather parameters and compute in, and the dtype to reduce gradients in: many
+# processes add up many small numbers, so in fp32. The optimizer's shards are always fp32.
 PRECISIONS = {
     "fp32": (torch.float32, torch.float32),
     "bf16": (torch.bfloat16, torch.float32),
@@ -80,9 +80,9 @@ PRECISIONS = {
 # FSDP1's names. In FSDP2 each is two facts: the mesh, and reshard_after_forward, which frees
 # parameters after forward and gathers them again for backward, except for the root unit.
 #
-# Behind it, what a process sends in a step of m micro-batches: n processes, in r replicas of s
-# shards where hybrid; P bytes of parameters, of which L in layers; G bytes of gradients. From the
-# least memory in a process to the most, on nodes of 8.
+# Each comment ends with the bytes that a process sends in a step: m micro-batches, n processes, r
+# replicas of s shards each, P bytes of parameters, L of them in layers, G bytes of gradients.
+# Ordered by the memory of a process, least first, on nodes of 8.
 RESHARD = {
     # ZeRO-3, parameters are gathered for each forward and backward: (n-1)/n (m (P + L) + G)
     "FULL_SHARD": True,
@@ -213,7 +213,7 @@ def load_weights(args, world, model: nn.Module, whole: nn.Module | None) -> None
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Each becomes a unit. For another architecture this is the place to change."""
+    """Each becomes a unit. docs/your-model-and-data.md has what else another architecture needs."""
     return list(model.model.layers)
 
 
@@ -288,7 +288,8 @@ def gradient_sync(args, world, model, is_last: bool):
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         return contextlib.nullcontext()
-    if is_last or world.size == 1:  # alone, no_sync fails in bf16 with tied weights
+    # One process has nothing to send, and there no_sync fails in bf16 with tied weights.
+    if is_last or world.size == 1:
         return contextlib.nullcontext()
     return model.no_sync()
 
@@ -591,8 +592,8 @@ def batches_on_device(args, world, source, tokenizer, data_position: dict):
 @torch.no_grad()
 def validate(args, world, model, sequences: dict, log, step: int) -> None:
     """Print the mean loss over all held-out sequences, on any number of ranks. A collective."""
-    # Every rank takes part in every forward pass: numbers past the end repeat sequences, and do
-    # not count.
+    # Every rank takes part in every forward pass: numbers past the end wrap round to the first
+    # sequences, and do not count.
     count = len(sequences["labels"])
     padded = math.ceil(count / world.size) * world.size
     numbers = torch.arange(world.rank, padded, world.size).split(args.micro_batch_size)
@@ -716,10 +717,12 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# A resumed run must have the same.
+# --resume refuses a checkpoint if one of these flags differs. Any other may change.
 MUST_MATCH = (
     "model",
     "dataset",
+    "text_column",
+    "tokenizer",
     "seq_length",
     "global_batch_size",
     "lr",
@@ -769,14 +772,16 @@ def parse_args():
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: its class")
+    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="see the README")
     add("--shards-per-replica", default=0, type=count, help="of hybrids; 0: a node's processes")
     add("--local-steps", default=50, type=size, help="of DILOCO, between synchronizations")
     add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1, with momentum 0, averages")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO, Nesterov's")
     add("--outer-precision", default="fp32", choices=PRECISIONS, help="in which DILOCO sends")
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="bf16 reduces in fp32")
+    add(
+        "--precision", default="auto", choices=("auto", *PRECISIONS), help="bf16: gradients in fp32"
+    )
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
     add("--compile", **switch, help="torch.compile each layer: a slow start, then faster")

@@ -261,7 +261,7 @@ def parse_args():
     mode = "fsdp" if "RANK" in os.environ else "both"
     modes = ("local", "fsdp", "both")
     add("--mode", default=mode, choices=modes, help="both: local, then sharded; torchrun: fsdp")
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: its class")
+    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--min-num-params", default=20_000, type=size, help="parameters that make a unit")
     add("--print-model", action="store_true", help="print the network, with its units")
 

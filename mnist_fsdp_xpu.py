@@ -238,7 +238,7 @@ def parse_args():
     add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")
 
     add = parser.add_argument_group("FSDP").add_argument
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: its class")
+    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--min-num-params", default=100, type=size, help="parameters that make a unit")
 
     common.add_run_flags(parser.add_argument_group("processes and output"))

@@ -66,14 +66,14 @@ from transformers import (
 
 import common
 
-# Nobody writes into the views.
+# Harmless here: nothing modifies these views in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
 
 # ---- FSDP: what is sharded, in which precision, and when it is gathered ------------------------
 
-# Parameters are gathered and computed with in the first, gradients are reduced in the second. The
-# optimizer updates fp32 shards.
+# The dtype to gather parameters and compute in, and the dtype to reduce gradients in. The shards
+# that the optimizer updates are always fp32.
 PRECISIONS = {
     "fp32": (torch.float32, torch.float32),  # the tutorial's fp32_policy
     "bf16": (torch.bfloat16, torch.bfloat16),  # bfSixteen: half the bytes on the wire
@@ -89,7 +89,7 @@ RESHARD = {
 
 # When the parameters of the next unit are gathered in backward.
 PREFETCH = {
-    "pre": BackwardPrefetch.BACKWARD_PRE,  # before this unit's gradients: most overlap, two units
+    "pre": BackwardPrefetch.BACKWARD_PRE,  # before this unit's gradients: overlaps, holds two units
     "post": BackwardPrefetch.BACKWARD_POST,  # after them (FSDP1 only)
     "none": None,  # when they are needed: least memory, no overlap
 }
@@ -121,7 +121,7 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
-            unit.set_modules_to_backward_prefetch([unit])  # in place of the default, the next one
+            unit.set_modules_to_backward_prefetch([unit])  # itself, not the next one: no prefetch
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
 
@@ -179,7 +179,7 @@ def load_weights(args, world, model: nn.Module, whole: nn.Module | None) -> None
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Each becomes a unit. For another architecture this is the place to change."""
+    """Each becomes a unit. docs/your-model-and-data.md has what else another architecture needs."""
     return [*model.encoder.block, *model.decoder.block]
 
 
@@ -187,7 +187,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     """Compile the layers, and recompute them in backward, before sharding. Returns the units."""
     layers = layers_of(model)
     if args.compile:
-        torch._dynamo.config.recompile_limit = 32  # encoder and decoder, first and other layers
+        torch._dynamo.config.recompile_limit = 32  # each kind of T5Block compiles separately
         for layer in layers:
             layer.compile(dynamic=True)  # FSDP's hooks stay outside the graphs
 
@@ -234,7 +234,7 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
             scaler.scale(loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
-    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)  # the scaler does nothing, except in fp16
     if args.fsdp_version == 2:
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     else:
@@ -253,7 +253,8 @@ def gradient_sync(args, world, model, is_last: bool):
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         return contextlib.nullcontext()
-    if is_last or world.size == 1:  # alone, no_sync fails in bf16 with tied weights
+    # One process has nothing to send, and there no_sync fails in bf16 with tied weights.
+    if is_last or world.size == 1:
         return contextlib.nullcontext()
     return model.no_sync()
 
@@ -424,8 +425,8 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
 def validate(args, world, model, articles, collate, log, step: int) -> float:
     """Print the loss over all articles, each counted once, and ROUGE of the first ones, with an
     example. Returns the loss. A collective."""
-    # Every rank takes part in every forward pass: numbers past the end repeat articles, and do not
-    # count.
+    # Every rank takes part in every forward pass: numbers past the end wrap round to the first
+    # articles, and do not count.
     padded = math.ceil(len(articles) / world.size) * world.size
     numbers = torch.arange(world.rank, padded, world.size).split(args.test_batch_size)
     samples = [(part % len(articles)).tolist() for part in numbers]
@@ -471,10 +472,13 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# A resumed run must have the same.
+# --resume refuses a checkpoint if one of these flags differs. Any other may change.
 MUST_MATCH = (
     "model",
     "dataset",
+    "text_column",
+    "summary_column",
+    "max_summary_share",
     "num_train_samples",
     "max_source_length",
     "max_target_length",
@@ -485,7 +489,7 @@ MUST_MATCH = (
 
 
 def learning_rate(args, step: int, epochs_done: float) -> float:
-    """Of step 1, 2, ...; `epochs_done` is 1.5, for example: --gamma lowers it after each epoch."""
+    """Of a step, counted from 1; `epochs_done` is a fraction. --gamma lowers it every epoch."""
     return args.lr * args.gamma ** int(epochs_done)
 
 
@@ -502,13 +506,13 @@ def parse_args():
     add("--summary-column", default="headline", help="of the dataset, with their summaries")
     add("--num-train-samples", default=8000, type=count, help="at most; 0 for all")
     add("--num-validation-samples", default=300, type=count, help="at most; 0 for all")
-    add("--max-summary-share", default=0.75, type=number, help="of the text; longer are dropped")
+    add("--max-summary-share", default=0.75, type=number, help="longer: the article is left out")
     add("--max-source-length", default=512, type=size, help="tokens kept of an article")
     add("--max-target-length", default=150, type=size, help="tokens kept of a summary, or written")
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=size, help="passes over the articles")
-    add("--max-steps", default=0, type=count, help="stop after as many, same schedule; 0: never")
+    add("--max-steps", default=0, type=count, help="at most; the schedule stays; 0: no limit")
     add("--batch-size", default=16, type=size, help="articles in a process at once")
     add("--accumulation-steps", default=1, type=size, help="batches in one step of the optimizer")
     add("--test-batch-size", default=50, type=size, help="articles per process in validation")
@@ -517,9 +521,9 @@ def parse_args():
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: its class")
+    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="ZeRO-3, or ZeRO-2")
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="bf16 reduces in bf16")
+    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="bf16: gradients too")
     add("--backward-prefetch", default="pre", choices=PREFETCH, help="none: less memory")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each T5Block: less memory, slower")
@@ -574,8 +578,8 @@ def main(args, world) -> None:
     if args.print_model:
         log.print(str(model))
 
-    # Where a shard overflows on one rank, all must skip the step: DTensors agree by themselves,
-    # FSDP1 needs a scaler that asks.
+    # Loss scaling, for fp16 only. If a gradient overflows on one rank, all must skip the step:
+    # DTensors agree by themselves, FSDP1 needs a scaler that asks the others.
     scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
     scaler = scaler_class(world.device.type, enabled=args.precision == "fp16")
 
@@ -586,12 +590,13 @@ def main(args, world) -> None:
     if checkpoint:
         progress = common.read_progress(checkpoint, args, MUST_MATCH)
         common.load_checkpoint(checkpoint, model, optimizer, world)
-        scaler.load_state_dict(progress["scaler"])
+        if progress["scaler"]:  # it was fp16
+            scaler.load_state_dict(progress["scaler"])
         kept = "everything"
-        if progress["device"] != world.device.type:
-            kept = f"all but dropout's random numbers, which {progress['device']} drew before"
-        if progress["processes"] != world.size or progress["global_batch"] != global_batch:
-            kept = "all but the order of this epoch, and of dropout"
+        if progress["processes"] != world.size or progress["device"] != world.device.type:
+            kept = "all but dropout's random numbers"
+        if progress["global_batch"] != global_batch:
+            kept = "all but the order of the articles, and dropout's random numbers"
         log.print(f"resumed  from step {progress['step']}, keeps {kept}")
     step = progress["step"]
     samples_done = progress["samples_done"]  # of this epoch
@@ -670,7 +675,7 @@ def main(args, world) -> None:
             best_loss = min(val_loss, best_loss)
         if args.save_model and is_best:
             common.export(model, tokenizer, best_folder, world)
-            log.print(f"saved    the best so far to {best_folder}, in place of any before it")
+            log.print(f"saved    the model to {best_folder}, in place of any before it")
         if args.max_steps > 0 and step >= args.max_steps:
             break
 

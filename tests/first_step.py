@@ -59,8 +59,10 @@ def draw_nothing(count: int, seed: int) -> TensorDataset:
     return TensorDataset(torch.zeros(count, 1, 28, 28), torch.zeros(count, dtype=torch.long))
 
 
-def with_one_layer(config_class, **options):
-    return config_class(**options | {"num_layers": 1})
+def configure_small(config_class, **options):
+    """The shape of conftest.make_model's T5, with one layer in each half."""
+    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 1}
+    return config_class(**options | shape)
 
 
 def generate_a_little(generate, args, *arguments):
@@ -109,7 +111,7 @@ def import_small(name: str):
         shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
         script.MODELS = dict.fromkeys(script.MODELS, shape | {"num_attention_heads": 2})
     if hasattr(script, "T5Config"):
-        script.T5Config = functools.partial(with_one_layer, script.T5Config)
+        script.T5Config = functools.partial(configure_small, script.T5Config)
         script.generate = functools.partial(generate_a_little, script.generate)
     return script
 
@@ -125,11 +127,12 @@ def once(kept: dict, key: tuple, function, *arguments, **options):
 def call(script, world, kept: dict) -> None:
     """The script with the flags in sys.argv."""
     args = script.parse_args()
+    names = ("dataset", "text_column", "num_validation_texts")
+    data = str([getattr(args, name, None) for name in names])
     with contextlib.ExitStack() as patches:
         for module, name in ((common, "train_tokenizer"), (script, "load_texts")):
             if hasattr(module, name):
-                key = (script, name, str(args.dataset))
-                keep = functools.partial(once, kept, key, getattr(module, name))
+                keep = functools.partial(once, kept, (script, name, data), getattr(module, name))
                 patches.enter_context(mock.patch.object(module, name, keep))
         script.main(args, world)
 
@@ -155,7 +158,7 @@ def run_to_first_step(world, name: str, flags: list[str], kept: dict) -> None:
 
 
 def keep_memory() -> None:
-    """What is freed stays in the process, which is faster: M_TRIM_THRESHOLD, M_MMAP_MAX of glibc."""
+    """What is freed stays in the process, which is faster: glibc's M_TRIM_THRESHOLD, M_MMAP_MAX."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, 2**30)

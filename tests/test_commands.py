@@ -211,7 +211,7 @@ STARTS = all_starts()
 def name_of(start):
     """Nodes x processes of a node, and the command."""
     nodes = start.processes // start.per_node
-    words = f"{nodes}x{start.per_node} {start.script}.py {' '.join(start.flags)}"
+    words = " ".join([f"{nodes}x{start.per_node}", f"{start.script}.py", *start.flags])
     return words if len(words) <= 120 else f"{words[:116]} etc"
 
 
@@ -232,7 +232,7 @@ def folder(tmp_path_factory):
     write_csv(root / "my.csv", own)
     write_mnist(root / "data", num_train=4096, num_test=200)  # 60,000 and 10,000
     # C4 has 1,024 files to train on and 8 to validate on, and more in each.
-    for part, counts in {"validation": [500], "train": [250] * 16}.items():
+    for part, counts in {"validation": [100], "train": [250] * 16}.items():
         (root / "c4" / part).mkdir(parents=True)
         write_shards(root / "c4" / part, counts)
         for path in (root / "c4" / part).iterdir():
