@@ -27,7 +27,8 @@ ONE_LAUNCH = threading.Lock()  # multiprocessing looks after the children of all
 
 def start_server():
     """Start the process that is forked, which imports while the tests are collected."""
-    CONTEXT.set_forkserver_preload(["forked", "datasets", *OURS])
+    models = [f"transformers.models.{name}.modeling_{name}" for name in ("t5", "llama")]  # else each fork imports them
+    CONTEXT.set_forkserver_preload(["forked", "datasets", *models, *OURS])
     # Python 3.11 does not hand it sys.path.
     with mock.patch.dict(os.environ, PYTHONPATH=f"{FOLDER.parent}{os.pathsep}{FOLDER}"):
         forkserver.ensure_running()
