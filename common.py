@@ -109,7 +109,7 @@ def add_checkpoint_flags(group: argparse._ArgumentGroup) -> None:
         "--checkpoint-every",
         default=0,
         type=non_negative_int,
-        help="in steps; and at ends; 0: never",
+        help="steps between checkpoints; one more at the end of an epoch or run; 0: none",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
