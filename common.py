@@ -4,11 +4,13 @@ Copy this file together with the script you start from. What is sharded, and how
 """
 
 import argparse
+import atexit
 import contextlib
 import gc
 import json
 import logging
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -308,27 +310,44 @@ def first_on_node(world: World):
 
 
 class StopRequest:
-    """A cluster's SIGTERM, or Ctrl-C: the run saves after the step it is in and leaves."""
+    """A cluster's SIGTERM, or Ctrl-C: the run saves within two steps and leaves."""
 
     received = False
 
     def __init__(self) -> None:
+        self.question = None
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
     def receive(self, *_: Any) -> None:
         StopRequest.received = True
 
-    def on_any_rank(self) -> bool:
-        """A collective. On the CPU, so that it does not wait for the device."""
-        received = torch.tensor(int(self.received))
-        dist.all_reduce(received)
-        return received.item() > 0
+    def ask(self) -> None:
+        """Begin to ask all ranks, on the CPU. A collective that nobody waits for: the answer is
+        read a step later."""
+        self.answer = torch.tensor(int(self.received))
+        self.question = dist.all_reduce(self.answer, async_op=True)
+
+    def answered(self) -> bool:
+        """Whether any rank was to stop when it was last asked."""
+        if self.question is None:
+            return False
+        self.question.wait()
+        self.question = None
+        return self.answer.item() > 0
 
 
 def ignore_sigterm(worker: int) -> None:
     """For a DataLoader's workers: they must outlive the SIGTERM that a cluster sends to all."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@atexit.register
+def kill_workers() -> None:
+    """Python ends with a SIGTERM to each process that it has started, and waits for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler would raise
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def choose_precision(name: str, device: torch.device) -> str:
@@ -394,7 +413,8 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 def describe_run(world: World) -> str:
     """Where it runs, and with what."""
-    words = [f"{world.size} processes on {world.device.type}", f"torch {torch.__version__}"]
+    processes = "process" if world.size == 1 else "processes"
+    words = [f"{world.size} {processes} on {world.device.type}", f"torch {torch.__version__}"]
     if "transformers" in sys.modules:
         words.append(f"transformers {sys.modules['transformers'].__version__}")
     if torch.get_float32_matmul_precision() == "high":

@@ -10,7 +10,7 @@ slow. Without flags it needs no download: a tiny Llama learns Python's own refer
         --rdzv_endpoint HEAD:29500 --max-restarts 3 lm_multinode.py \\
         --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \\
         --sharding-strategy HYBRID_SHARD --micro-batch-size 8 --global-batch-size 128 \\
-        --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \\
+        --seq-length 1024 --num-workers 2 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \\
         --validate-every 1000 --checkpoint-every 500 --resume   # the recipe; on every node
 
 Follows "Run Torch FSDP"
@@ -47,26 +47,40 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.data import DataLoader, IterableDataset
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import datasets
 import numpy as np
 import transformers
 from datasets.distributed import split_dataset_by_node
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
 
 # FSDP1 deprecates NO_SHARD. FSDP2 has it, see make_mesh.
 warnings.filterwarnings("ignore", message=".*`?NO_SHARD`?.*")
 transformers.logging.disable_progress_bar()
+
+# PyTorch's attention, under a name for which transformers makes no mask. Full sequences need none.
+# To find that out it would look into the positions, and the host would wait for the device, in
+# every forward.
+ATTENTION = "causal_sdpa"
+AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
@@ -99,8 +113,8 @@ RESHARD = {
 }
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")
 
-# Two translations of one plan: every decoder layer is a unit. What remains is the root unit:
-# embedding, last norm and output layer.
+# Two translations of one plan: every decoder layer is a unit, and so are the embedding and the
+# output layer. What remains is the root unit.
 
 
 def shard_with_fsdp2(args, world, config) -> nn.Module:
@@ -125,11 +139,13 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
-    fully_shard(model, **options)  # the root stays gathered after forward: backward begins with it
+    for modules in ends_of(model):  # they stay gathered: backward begins with the output layer
+        fully_shard(modules, reshard_after_forward=False, **options)
+    fully_shard(model, **options)
 
-    for unit in [*layers, model]:
-        if world.device.type == "xpu":
-            unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and world.device.type == "xpu":
+            module.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average everywhere
 
     load_weights(args, world, model, whole)
     return model
@@ -139,12 +155,14 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
     """Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit."""
     with common.first_on_node(world):
         model = load_model(args, config)  # on every rank's CPU; FSDP moves it unit by unit
-    layers = prepare_layers(args, model)
+    units = prepare_layers(args, model)
+    for modules in ends_of(model):
+        units.append(modules[-1])  # one module is one unit, so the last norm is in the root unit
 
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     return FSDP(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers}),
+        auto_wrap_policy=CustomPolicy(lambda module: module in units),
         sharding_strategy=ShardingStrategy[args.sharding_strategy],
         mixed_precision=MixedPrecision(
             param_dtype,
@@ -215,6 +233,14 @@ def load_weights(args, world, model: nn.Module, whole: nn.Module | None) -> None
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Each becomes a unit. docs/your-model-and-data.md has what else another architecture needs."""
     return list(model.model.layers)
+
+
+def ends_of(model: nn.Module) -> list[list[nn.Module]]:
+    """What is before the layers and after them, a unit each: while it is gathered or reduced, the
+    layers compute. Not if both use the same weights, which then belong to the root unit."""
+    if model.config.tie_word_embeddings:
+        return []
+    return [[model.model.embed_tokens], [model.model.norm, model.lm_head]]
 
 
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
@@ -314,10 +340,18 @@ class OuterOptimizer:
         where it leads. A collective."""
         dtype = PRECISIONS[self.args.outer_precision][0]
         beta = self.args.outer_momentum
-        for weight, shared, momentum in zip(self.weights, self.shared, self.momentum, strict=True):
-            moved = (shared - weight).to(dtype)
-            dist.all_reduce(moved, group=self.replicas)
-            gradient = moved.to(shared.dtype) / self.replicas.size()
+        moved = []
+        for weight, shared in zip(self.weights, self.shared, strict=True):
+            moved.append((shared - weight).to(dtype).flatten())
+
+        # At once: on a slow network each all-reduce would cost a round trip.
+        all_moved = torch.cat(moved)
+        dist.all_reduce(all_moved, group=self.replicas)
+        sums = all_moved.split([weight.numel() for weight in self.weights])
+
+        tensors = zip(self.weights, self.shared, self.momentum, sums, strict=True)
+        for weight, shared, momentum, total in tensors:
+            gradient = total.view_as(shared).to(shared.dtype) / self.replicas.size()
             momentum.mul_(beta).add_(gradient)
             shared.sub_(self.args.outer_lr * (gradient + beta * momentum))
             weight.copy_(shared)
@@ -385,8 +419,10 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
     try:
         with common.first_on_node(world):
             if is_pretrained:
-                config = AutoConfig.from_pretrained(args.model)
-                layers_of(empty_model(config))
+                config = AutoConfig.from_pretrained(args.model, attn_implementation=ATTENTION)
+                empty = empty_model(config)
+                layers_of(empty)
+                ends_of(empty)
             if tokenizer_name:
                 tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     except (OSError, ValueError, AttributeError) as error:
@@ -407,10 +443,16 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
             eos_token_id=tokenizer.eos_token_id,
             max_position_embeddings=args.seq_length,
             rms_norm_eps=1e-5,
+            attn_implementation=ATTENTION,
         )
     if len(tokenizer) > config.vocab_size or args.seq_length > config.max_position_embeddings:
         raise common.UserError(
             f"--model {args.model} has too few tokens for --tokenizer or positions for --seq-length"
+        )
+    window = getattr(config, "sliding_window", None)
+    if window and window < args.seq_length:  # ATTENTION has none
+        raise common.UserError(
+            f"--model {args.model} attends to {window} tokens only; --seq-length must not be longer"
         )
     return config, tokenizer
 
@@ -431,9 +473,9 @@ def is_for_training(row: dict) -> bool:
     return not is_held_out(row)
 
 
-def is_own(row: dict, number: int, rank: int, world_size: int) -> bool:
-    """Every n-th record is this rank's."""
-    return number % world_size == rank
+def is_own(row: dict, number: int, share: int, num_shares: int) -> bool:
+    """Of n shares of the texts each has every n-th record."""
+    return number % num_shares == share
 
 
 def to_record(row: dict, column: str) -> dict:
@@ -527,30 +569,43 @@ def pack(rows: dict, numbers: list[int], args, tokenizer, seed: list[int]) -> di
 
 
 class Batches(IterableDataset):
-    """Endless micro-batches of this rank's own texts, each with the position after it, where a
-    resumed run goes on."""
+    """Endless micro-batches, each with the position after it, where a resumed run goes on.
 
-    def __init__(self, args, world, source, tokenizer, data_position: dict) -> None:
+    Every worker of every rank has texts of its own. positions: those of this rank's workers, of
+    which `next_worker` has the next micro-batch.
+    """
+
+    def __init__(self, args, world, source, tokenizer, positions: list[dict], next_worker: int):
         self.args = args
-        self.rank = world.rank
+        self.world = world
+        self.source = source
         self.tokenizer = tokenizer
-        self.data_position = data_position
-        if source.num_shards % world.size == 0:
-            self.own = split_dataset_by_node(source, world.rank, world.size)
-        else:  # it would step over packed sequences, not over texts
-            share = {"rank": world.rank, "world_size": world.size}
-            self.own = source.filter(is_own, with_indices=True, fn_kwargs=share)
+        self.positions = positions
+        self.next_worker = next_worker
 
     def __iter__(self):
-        first_pass = self.data_position.get("pass", 0)
-        position = self.data_position.get("at")
+        # A DataLoader takes a micro-batch from each worker in turn, and always begins with 0.
+        num_workers = len(self.positions)
+        worker = get_worker_info().id if get_worker_info() else 0
+        worker = (worker + self.next_worker) % num_workers
+
+        share = self.world.rank * num_workers + worker
+        num_shares = self.world.size * num_workers
+        if self.source.num_shards % num_shares == 0:
+            own = split_dataset_by_node(self.source, share, num_shares)
+        else:  # it would step over packed sequences, not over texts
+            options = {"share": share, "num_shares": num_shares}
+            own = self.source.filter(is_own, with_indices=True, fn_kwargs=options)
+
+        first_pass = self.positions[worker].get("pass", 0)
+        position = self.positions[worker].get("at")
         for number in itertools.count(first_pass):  # each pass has another order
             options = {
                 "args": self.args,
                 "tokenizer": self.tokenizer,
-                "seed": [self.args.seed, self.rank, number],
+                "seed": [self.args.seed, share, number],
             }
-            packed = self.own.map(
+            packed = own.map(
                 pack,
                 with_indices=True,
                 batched=True,
@@ -567,26 +622,33 @@ class Batches(IterableDataset):
                 yield batch, {"pass": number, "at": packed.state_dict()}
                 is_empty = False
             if is_empty:
-                raise ValueError("too few texts for a micro-batch in each process")
+                raise ValueError("too few texts for a micro-batch in each worker of each process")
             position = None
 
 
 def batches_on_device(args, world, source, tokenizer, data_position: dict):
-    """Yield `Batches` on this rank's device. A worker process packs ahead."""
+    """Yield `Batches` on this rank's device, each with the data position of this rank after it.
+    Worker processes pack ahead."""
+    positions = data_position.get("workers", [data_position] * args.num_workers)
+    worker = data_position.get("next_worker", 0)
     loader = DataLoader(
-        Batches(args, world, source, tokenizer, data_position),
+        Batches(args, world, source, tokenizer, positions, worker),
         batch_size=None,
-        num_workers=1,
+        num_workers=args.num_workers,
         worker_init_fn=common.ignore_sigterm,
         prefetch_factor=8,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
         generator=torch.Generator(),  # the global one is dropout's: resuming would not be exact
     )
     with name_dataset_in_errors(args):
-        for batch, data_position in loader:
+        for batch, position in loader:
             for name, tensor in batch.items():
                 batch[name] = tensor.to(world.device, non_blocking=True)
-            yield batch, data_position
+
+            positions = positions.copy()  # the caller may still have the last list
+            positions[worker] = position
+            worker = (worker + 1) % args.num_workers
+            yield batch, {"workers": positions, "next_worker": worker}
 
 
 @torch.no_grad()
@@ -725,6 +787,7 @@ MUST_MATCH = (
     "tokenizer",
     "seq_length",
     "global_batch_size",
+    "num_workers",
     "lr",
     "warmup_steps",
     "max_steps",
@@ -761,6 +824,7 @@ def parse_args():
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
     add("--num-validation-texts", default=500, type=size, help="held out of the dataset, at most")
     add("--seq-length", default=128, type=size, help="tokens in a sequence")
+    add("--num-workers", default=1, type=size, help="processes that pack texts, for each process")
 
     add = parser.add_argument_group("training").add_argument
     add("--max-steps", default=500, type=size, help="steps of the optimizer")
@@ -892,8 +956,8 @@ def main(args, world) -> None:
             f"         saved by {len(data_positions)} processes: the position in the data is lost,"
             " a new pass begins"
         )
-        last_pass = max(position.get("pass", 0) for position in data_positions)
-        data_positions = [{"pass": last_pass + 1}] * world.size
+        passes = [worker.get("pass", 0) for each in data_positions for worker in each["workers"]]
+        data_positions = [{"pass": max(passes) + 1}] * world.size
     if progress["device"] != world.device.type:
         log.print(
             f"         saved on {progress['device']}: dropout, if the model has it, draws anew"
@@ -921,10 +985,12 @@ def main(args, world) -> None:
         totals[1] += step_tokens / world.size
 
         is_last = step == args.max_steps
+        stop_now = stop.answered()
         replicas_meet = outer is None or is_last or step % args.local_steps == 0
         if outer and replicas_meet:
             outer.step()
-        stop_now = replicas_meet and stop.on_any_rank()  # DiLoCo's wait for each other only here
+        if replicas_meet:  # DiLoCo's replicas wait for each other only here
+            stop.ask()
         save_now = args.checkpoint_every > 0 and (is_last or step % args.checkpoint_every == 0)
         save_now = save_now or stop_now
         validate_now = is_last or step % args.validate_every == 0

@@ -282,7 +282,7 @@ def parse_args():
 def describe(row: dict) -> str:
     """The record of an epoch as a line."""
     return (
-        f"{row['network']:7} | {row['mode']:5} | {row['processes']:2} processes"
+        f"{row['network']:7} | {row['mode']:5} | processes {row['processes']:2}"
         f" | state {row['state_gb']:.3f} GB | peak {row['peak_gb']:.2f} GB"
         f" | test_loss {row['test_loss']:.4f} | accuracy {row['accuracy']:.4f}"
         f" | {row['samples/s']:6,.0f} samples/s"

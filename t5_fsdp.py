@@ -210,7 +210,8 @@ def build(args, world, config):
 
 
 def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of the optimizer on this rank's part of the global batch.
+    """One step of the optimizer. `batch` is this rank's part of the global batch: one micro-batch,
+    or --accumulation-steps of them.
 
     Returns this rank's [summed loss, target tokens, source and target tokens] and the gradient
     norm. Both stay on the device: to read a number is to wait for it.
@@ -262,9 +263,14 @@ def gradient_sync(args, world, model, is_last: bool):
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     """Cross-entropy, summed over the real target tokens of a batch, 0-d."""
     labels = batch["labels"]
+    # Added to the scores of attention. Into a mask of two dimensions transformers would look, and
+    # the host would wait for the device, in every forward.
+    is_text = batch["attention_mask"][:, None, None, :] > 0
+    attention_mask = torch.where(is_text, 0.0, torch.finfo(torch.float32).min)
+
     output = model(
         input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
+        attention_mask=attention_mask,
         decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),
         use_cache=False,
     )
@@ -627,7 +633,8 @@ def main(args, world) -> None:
             samples_done += global_batch
 
             is_last = number == len(batches)
-            stop_now = stop.on_any_rank()
+            stop_now = stop.answered()
+            stop.ask()
             save_now = args.checkpoint_every > 0 and (is_last or step % args.checkpoint_every == 0)
             save_now = save_now or stop_now
             log_now = save_now or is_last or step % args.log_every == 0

@@ -29,7 +29,15 @@ import common
 import mnist_fsdp
 
 SCRIPTS = ("mnist_fsdp.py", "mnist_fsdp_xpu.py", "t5_fsdp.py", "lm_multinode.py")
-SAVE_ON_CPU = [1, 2] if torch.__version__ >= (2, 14) else [2]  # versions of FSDP that save a whole model there
+VERSIONS = (1, 2)  # of FSDP
+SAVE_ON_CPU = VERSIONS if torch.__version__ >= (2, 14) else (2,)  # those that save a whole model there
+CLOSE = {"abs": 1e-5}  # for losses of runs that differ in processes, strategy or version; on a loss of about 1 to 8
+
+
+def fsdp(version):
+    """The flags for a version of FSDP, which does not save where it cannot."""
+    flags = ("--fsdp-version", version)
+    return flags if version in SAVE_ON_CPU else (*flags, "--no-save-model")
 
 
 def pytest_sessionstart():
@@ -37,37 +45,49 @@ def pytest_sessionstart():
     forked.start_server()
 
 
-def run(
-    script, *arguments, processes=None, fork=False, kill=None, per_node=None, device="cpu", timeout=300, **environment
-):
-    """Run a script, under torchrun when `processes` is given, else by `python` alone, which starts two processes unless
-    --num-processes says otherwise. Returns the finished process, output as text.
-
-    With `fork` the processes are forks of one that has the imports done, and `kill` can end one: see forked.py.
-    """
-    script, arguments, environment = str(ROOT / script), list(map(str, arguments)), os.environ | environment
-    if Path(script).name in SCRIPTS and device and "--device" not in arguments:
-        arguments += ["--device", device]  # the CPU also where there is a GPU: that is for test_accelerator.py
-    if fork:
-        return forked.launch(script, arguments, processes, environment, timeout, kill, per_node)
-    # --standalone takes a free port, where the default is one port for all.
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [*(torchrun if processes else [sys.executable]), script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+def run(script, *arguments, **options):
+    """Run a script as a user would: `run_many` with one list of arguments, and by the real command unless fork=True."""
+    return run_many(script, [arguments], **{"fork": False, "check": False} | options)
 
 
 def succeed(*arguments, **options):
     """`run`, and fail the test with the output when the script fails."""
-    finished = run(*arguments, **options)
-    assert finished.returncode == 0, f"{arguments[:2]}\n{finished.stdout[-2000:]}\n{finished.stderr[-9000:]}"
+    return run(*arguments, **options, check=True)
+
+
+def run_many(
+    script, settings, processes=None, fork=True, device="cpu", change=None, check=True, timeout=300, **environment
+):
+    """Run a script once for each list of arguments, in one launch; returns the finished process, output as text.
+
+    `processes`: under torchrun, or by `python` alone when None, which starts two processes unless --num-processes says
+    otherwise. `fork`: the processes are forks of one that has the imports done; `kill` and `per_node` are then as in
+    forked.py. `change`: a function of the test's file, which gets the script as a module before its main runs, in each
+    process: for faults, and to look inside. `check`: fail the test with the output when the script fails.
+    """
+    script = str(ROOT / script)
+    settings = [[str(argument) for argument in arguments] for arguments in settings]
+    for arguments in settings:
+        if Path(script).name in SCRIPTS and device and "--device" not in arguments:
+            arguments += ["--device", device]  # the CPU also where there is a GPU: that is for test_accelerator.py
+    change = f"{change.__module__}:{change.__name__}" if change else ""
+    forks = {name: environment.pop(name) for name in ("kill", "per_node") if name in environment}
+    environment = os.environ | environment
+    if fork:
+        finished = forked.launch(script, settings, processes, environment, timeout, change, **forks)
+    else:
+        # --standalone takes a free port, where the default is one port for all.
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = torchrun if processes else [sys.executable]
+        if len(settings) == 1 and not change:
+            command += [script, *settings[0]]
+        else:
+            command += [ROOT / "tests" / "forked.py", script, json.dumps(settings), change]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    if check:
+        output = f"{finished.stdout[-2000:]}\n{finished.stderr[-9000:]}"
+        assert finished.returncode == 0, f"{script} {settings[0]}\n{output}"
     return finished
-
-
-def run_many(script, settings, processes, *switches, fork=True, **options):
-    """Run `script`'s main() once for each list of arguments, in one launch: forked, or with fork=False by torchrun."""
-    texts = [[str(argument) for argument in arguments] for arguments in settings]
-    options |= {"processes": processes, "fork": fork}
-    return succeed("tests/run_many.py", script, json.dumps(texts), *switches, **options)
 
 
 def check_bad_input(script, as_users, as_forks, **environment):
@@ -94,6 +114,23 @@ def records(output_dir, *names):
     """The records of `metrics.jsonl` with all of these names: "loss" for training, "val_loss" for validation."""
     lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if set(names) <= set(record)]
+
+
+def curve(output_dir, name="loss"):
+    """The values of one name, in order; of "loss", one for each line of training."""
+    return [record[name] for record in records(output_dir, name)]
+
+
+def losses(output_dir):
+    """The loss of each step; of a step that was made twice, the last one."""
+    return {record["step"]: record["loss"] for record in records(output_dir, "loss")}
+
+
+def check_curves(output_dir, plain, **tolerance):
+    """Losses, gradient norms and, if there are three, validation losses are those of a plain loop."""
+    for name, values in zip(("loss", "grad_norm", "val_loss"), plain, strict=False):
+        close = {"abs": 1e-4} if name == "grad_norm" else CLOSE
+        assert curve(output_dir, name) == pytest.approx(values, **tolerance or close), (output_dir, name)
 
 
 def write_csv(path, rows):

@@ -2,9 +2,17 @@
 
 A launch then takes a moment and not the seconds that PyTorch and transformers take to import in each process. The forks
 share more than torchrun's processes do (the modules, the seed of hash()), so each script is tested under torchrun too.
+
+One launch can run a script several times, each with other flags. Where forks will not do (a GPU, two nodes), so can
+
+    torchrun --nproc_per_node 2 tests/forked.py t5_fsdp.py '[["--lr", "1"], ["--lr", "2"]]' MODULE:FUNCTION
 """
 
+import contextlib
 import gc
+import importlib
+import itertools
+import json
 import multiprocessing
 import os
 import runpy
@@ -28,15 +36,14 @@ ONE_LAUNCH = threading.Lock()  # multiprocessing looks after the children of all
 def start_server():
     """Start the process that is forked, which imports while the tests are collected."""
     models = [f"transformers.models.{name}.modeling_{name}" for name in ("t5", "llama")]  # else each fork imports them
-    CONTEXT.set_forkserver_preload(["forked", "datasets", *models, *OURS])
+    CONTEXT.set_forkserver_preload(["forked", "datasets", "pytest", *models, *OURS])
     # Python 3.11 does not hand it sys.path.
     with mock.patch.dict(os.environ, PYTHONPATH=f"{FOLDER.parent}{os.pathsep}{FOLDER}"):
         forkserver.ensure_running()
 
 
-def run_rank(script, arguments, environment, outputs):
-    """One process: run the script as `python script` would."""
-    gc.freeze()  # else each collection would walk through all that was imported, and copy its pages
+def run_rank(script, settings, change, environment, outputs):
+    """One process: run the script as `python script` would, once for each list of arguments."""
     os.environ.clear()
     os.environ.update(environment)
     for stream, path in zip((1, 2), outputs, strict=True):
@@ -45,34 +52,77 @@ def run_rank(script, arguments, environment, outputs):
     multiprocessing.set_start_method(environment.get("START_METHOD"), force=True)
     for name in OURS:
         sys.modules.pop(name, None)  # imported for what they import
+    run_settings(script, settings, change)
+
+
+def run_settings(script, settings, change):
+    """In this process. `change`, as module:function, gets the script as a module each time before its main runs."""
+    gc.freeze()  # else each collection would walk through all that was imported, and copy its pages
     sys.path.insert(0, str(Path(script).parent))
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+    common = importlib.import_module("common")
+    common.train_tokenizer = train_once(common.train_tokenizer)
+    if change:
+        module, function = change.split(":")
+        change_script, run = getattr(importlib.import_module(module), function), common.run
+
+        def run_changed(main, args, **options):
+            changed = sys.modules["__main__"]
+            change_script(changed)
+            run(changed.main, args, **options)
+
+        common.run = run_changed
+    for arguments in settings:
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
 
 
-def launch(script, arguments, processes, environment, timeout, kill=None, per_node=None):
+def train_once(train_tokenizer):
+    """Training is deterministic: for the same texts once is enough."""
+    trained = {}
+
+    def train(texts, vocab_size, append_eos):
+        key = (*texts, vocab_size, append_eos)
+        if key not in trained:
+            trained[key] = train_tokenizer(key[:-2], vocab_size, append_eos)
+        return trained[key]
+
+    return train
+
+
+def free_ports(count):
+    """The first of so many free ports in a row: the scripts take the next one for each setting."""
+    for first in itertools.count(20_000 + os.getpid() % 10_000, count):
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                opened.enter_context(socket.socket()).bind(("localhost", port))
+            return first
+
+
+def launch(script, settings, processes, environment, timeout, change="", kill=None, per_node=None):
     """Run a script in `processes` ranks, or as plain `python` does when None; returns what subprocess.run would.
 
-    `per_node`: how many of them take themselves to be on one node; all unless given.
+    `settings`: a list of arguments for each time that it runs. `per_node`: how many of the ranks take themselves to be
+    on one node; all unless given.
 
     All end when one fails; the exit code is then its own. `kill`, (rank, condition): as soon as the condition, which is
     called every 20 ms, holds, the rank gets SIGKILL, or the signal that is given as a third item.
     """
     environments = [environment]
     if processes:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": port - 1}  # the scripts take the next one
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(len(settings)) - 1}
         per_node = per_node or processes
         shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
-        places = [shared | {"RANK": rank, "LOCAL_RANK": rank % per_node} for rank in range(processes)]
-        environments = [environment | {name: str(value) for name, value in place.items()} for place in places]
+        environments = []
+        for rank in range(processes):
+            of_rank = shared | {"RANK": rank, "LOCAL_RANK": rank % per_node}
+            environments.append(environment | {name: str(value) for name, value in of_rank.items()})
     with ONE_LAUNCH, tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         for path in outputs:
             path.touch()
-        ranks = [CONTEXT.Process(target=run_rank, args=(script, arguments, each, outputs)) for each in environments]
+        ranks = [
+            CONTEXT.Process(target=run_rank, args=(script, settings, change, each, outputs)) for each in environments
+        ]
         deadline = time.monotonic() + timeout
         try:
             for rank in ranks:
@@ -81,7 +131,7 @@ def launch(script, arguments, processes, environment, timeout, kill=None, per_no
                 rank.exitcode for rank in ranks
             ):
                 if time.monotonic() > deadline:
-                    raise subprocess.TimeoutExpired([script, *arguments], timeout)
+                    raise subprocess.TimeoutExpired([script, settings], timeout)
                 if kill and kill[1]():
                     os.kill(ranks[kill[0]].pid, *(kill[2:] or [signal.SIGKILL]))
                     kill = None
@@ -92,4 +142,8 @@ def launch(script, arguments, processes, environment, timeout, kill=None, per_no
                 rank.kill()
                 rank.join()
         texts = [path.read_text() for path in outputs]
-    return subprocess.CompletedProcess([script, *arguments], code, *texts)
+    return subprocess.CompletedProcess([script, settings], code, *texts)
+
+
+if __name__ == "__main__":
+    run_settings(sys.argv[1], json.loads(sys.argv[2]), change=sys.argv[3])

@@ -116,15 +116,15 @@ def calls_of(line):
 def parse(page, line, call):
     """The command, or None for what starts no Python file, such as `python -m pytest`."""
     launcher = Path(call[0]).name
-    files = [place for place, word in enumerate(call) if word.endswith(".py")]
+    files = [index for index, word in enumerate(call) if word.endswith(".py")]
     if launcher == "torchrun" and files:
-        place = files[0]
+        index = files[0]
     elif launcher in ("python", "python3") and 1 in files:
-        place = 1
+        index = 1
     else:
         return None
-    options = tuple(word for word in call[1:place] if word != "...")
-    return Command(page, line.strip(), launcher, options, call[place], tuple(call[place + 1 :]))
+    options = tuple(word for word in call[1:index] if word != "...")
+    return Command(page, line.strip(), launcher, options, call[index], tuple(call[index + 1 :]))
 
 
 def fill_in(command, above):
@@ -160,10 +160,10 @@ COMMANDS = [command for page in PAGES for command in commands_of(page)]
 # ---- What they start -----------------------------------------------------------------------------
 def option(words, name):
     """The value of an option in any of its spellings, such as `--a_b 1` and `--a-b=1`, or None."""
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         key, equals, value = word.partition("=")
         if key.replace("_", "-") == name:
-            return value if equals else words[place + 1]
+            return value if equals else words[index + 1]
     return None
 
 
@@ -270,10 +270,10 @@ def test_it_comes_to_its_first_step(start, folder):
     if all_start(folder, start.processes, start.per_node):
         return
     finished = launch(folder, [start], timeout=100)  # by itself: which one is it?
-    places = "\n".join(f"{command.page}: {command.printed}" for command in STARTS[start])
+    printed = "\n".join(f"{command.page}: {command.printed}" for command in STARTS[start])
     output = f"{finished.stdout[-1500:]}\n{finished.stderr[-3000:]}"
     reached = finished.returncode == 0 and DONE in finished.stdout
-    assert reached, f"{places}\non {start.processes} processes ends with\n{output}"
+    assert reached, f"{printed}\non {start.processes} processes ends with\n{output}"
 
 
 # ---- What does not run here ----------------------------------------------------------------------

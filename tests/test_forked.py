@@ -10,7 +10,7 @@ import os, sys, time
 from pathlib import Path
 
 rank = int(os.environ["RANK"])
-print(os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], __name__, sys.argv[1:], "common" in sys.modules, flush=True)
+print(os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], __name__, sys.argv[1:], "t5_fsdp" in sys.modules, flush=True)
 Path(sys.argv[1], str(rank)).touch()
 if rank == 0:
     {first}

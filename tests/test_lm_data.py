@@ -1,4 +1,4 @@
-"""The texts of lm_multinode.py: packed without a gap, read on from any place, and C4's files with their faults."""
+"""The texts of lm_multinode.py: packed without a gap, read on from any position, and C4's files with their faults."""
 
 import gzip
 import itertools
@@ -42,16 +42,17 @@ def tokenizer():
     return common.train_tokenizer(["0 1 2 3 4 5 6 7 8 9 lorem"] * 2, 300, append_eos=False)
 
 
-def stream(args, tokenizer, rank=0, size=1, place=None, source=None):
-    """A rank's batches, each with the place behind it."""
+def stream(args, tokenizer, rank=0, size=1, position=None, source=None):
+    """A rank's batches, each with the position after it."""
     world = World(rank, rank, size, size, torch.device("cpu"))
-    return iter(lm_multinode.Batches(args, world, source or lm_multinode.load_texts(args)[0], tokenizer, place or {}))
+    source = source or lm_multinode.load_texts(args)[0]
+    return iter(lm_multinode.Batches(args, world, source, tokenizer, [position or {}], 0))
 
 
 def pass_of(number, batches):
     """The batches of one pass, of a stream from its start."""
     inside = itertools.takewhile(lambda item: item[1]["pass"] <= number, batches)
-    return [batch for batch, place in inside if place["pass"] == number]
+    return [batch for batch, position in inside if position["pass"] == number]
 
 
 def numbers_in(tokenizer, batches):
@@ -115,14 +116,44 @@ def test_a_stream_goes_on_exactly_from_any_place(tmp_path, tokenizer, shards):
     source, _ = lm_multinode.load_texts(args)
     batches = stream(args, tokenizer, 1, 2, source=source)
     passed = itertools.takewhile(lambda item: item[1]["pass"] < 3, batches)
-    whole, again, place = list(passed), [], {}
+    whole, again, position = list(passed), [], {}
     while len(again) < len(whole):
         count = choose.randint(1, len(whole) // 10)
-        again += itertools.islice(stream(args, tokenizer, 1, 2, place, source), count)
-        place = json.loads(json.dumps(again[-1][1]))
+        again += itertools.islice(stream(args, tokenizer, 1, 2, position, source), count)
+        position = json.loads(json.dumps(again[-1][1]))
     assert len(whole) > 30
     for (batch, _), (other, _) in zip(whole, again, strict=False):
         assert (batch["input_ids"] == other["input_ids"]).all() and (batch["labels"] == other["labels"]).all()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
+@pytest.mark.parametrize("shards", [[300], [50] * 6])
+def test_several_workers_share_the_texts_and_go_on_exactly(tmp_path, tokenizer, shards):
+    """Three of each of two ranks: each text is read once in a pass; resumed at any worker's turn."""
+    args = parse(write_shards(tmp_path, shards), "--num-workers", "3")
+    source, held_out = lm_multinode.load_texts(args)
+
+    def load(rank, position):
+        world = World(rank, rank, 2, 2, torch.device("cpu"))
+        return lm_multinode.batches_on_device(args, world, source, tokenizer, position)
+
+    numbers = []
+    for rank in (0, 1):
+        whole = list(itertools.islice(load(rank, {}), 100))
+        for batch, position in whole:
+            assert batch["input_ids"].shape == (2, 16) and len(position["workers"]) == 3
+        for worker in range(3):
+            batches = whole[worker::3]
+            one_pass = [batch for batch, position in batches if position["workers"][worker]["pass"] == 0]
+            assert len(one_pass) < len(batches)
+            numbers += numbers_in(tokenizer, one_pass)
+        for step in (4, 9, 50):
+            rest = itertools.islice(load(rank, json.loads(json.dumps(whole[step - 1][1]))), 15)
+            for (batch, position), (other, again) in zip(whole[step:], rest, strict=False):
+                assert (batch["input_ids"] == other["input_ids"]).all() and position == again
+    texts = {json.loads(row["text"])["text"].split()[0] for row in source}
+    assert len(numbers) == len(set(numbers)) and set(map(str, numbers)) <= texts
+    assert len(numbers) > 0.8 * len(texts) and len(texts) + len(held_out) == sum(shards)  # the ends of a pass are cut
 
 
 def test_other_formats_hold_the_same_texts(tmp_path, tokenizer, monkeypatch):
@@ -197,7 +228,7 @@ def test_faults_in_files_are_one_sentence(tmp_path):
         ("not gzip", good, (), "Not a gzipped file"),
         ("not text", gzip.compress(good + b"\xff"), (), "'utf-8' codec can't decode"),
         ("few", gzip.compress(good[:40]), (), ""),
-        ("less than a batch", gzip.compress(good), large, "too few texts for a micro-batch in each process"),
+        ("less than a batch", gzip.compress(good), large, "too few texts for a micro-batch in each worker"),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "c4.json.gz").write_bytes(content)
@@ -208,7 +239,7 @@ def test_faults_in_files_are_one_sentence(tmp_path):
 
 
 def test_c4_goes_through_the_library_and_resumes(tmp_path, tokenizer, monkeypatch):
-    """The Hub's stream with local files in its place: everything but the network."""
+    """The Hub's stream with local files in its position: everything but the network."""
     (tmp_path / "validation").mkdir()
     files = {"train": write_shards(tmp_path, [40, 40]), "validation": write_shards(tmp_path / "validation", [9])}
     load_dataset, asked = datasets.load_dataset, []
@@ -227,5 +258,5 @@ def test_c4_goes_through_the_library_and_resumes(tmp_path, tokenizer, monkeypatc
     rest = itertools.islice(stream(args, tokenizer, 1, 2, json.loads(json.dumps(whole[9][1])), source), 20)
     for (batch, _), (again, _) in zip(whole[10:], rest, strict=True):
         assert (batch["input_ids"] == again["input_ids"]).all()
-    numbers = numbers_in(tokenizer, [batch for batch, place in whole if place["pass"] == 0])
+    numbers = numbers_in(tokenizer, [batch for batch, position in whole if position["pass"] == 0])
     assert len(numbers) > 30 and set(numbers) <= set(range(40, 80))  # rank 1 has the second file

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import numpy as np
 import pytest
+from collectives import count_collectives
 from conftest import check_bad_input, records, run_many
 from transformers import AutoConfig, AutoTokenizer
 
@@ -38,7 +39,7 @@ SAVED = ("--checkpoint-every", 7)  # between two synchronizations, and at the en
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("diloco")
     settings = [[*SETTINGS, *more, *SAVED, "--output-dir", root / name] for name, more in RUNS.items()]
-    run_many("lm_multinode", settings, PROCESSES)
+    run_many("lm_multinode.py", settings, PROCESSES)
     return {name: root / name for name in RUNS}
 
 
@@ -69,7 +70,7 @@ def train_replicas(folder, replicas, local_steps=3, outer=nesterov):
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}]
         optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     worlds = [World(rank, rank, PROCESSES, PROCESSES, torch.device("cpu")) for rank in range(PROCESSES)]
-    streams = [lm_multinode.Batches(args, world, source, tokenizer, {}) for world in worlds]
+    streams = [lm_multinode.Batches(args, world, source, tokenizer, [{}], 0) for world in worlds]
 
     def loss_of(model, *batches):
         inputs, labels = (
@@ -131,14 +132,14 @@ def test_bf16_is_rounded_once_a_synchronization(runs):
 @pytest.mark.parametrize("name", ["two", "four"])
 def test_it_resumes_exactly_between_synchronizations(runs, name, tmp_path):
     shutil.copytree(runs[name] / "checkpoints" / "step-0000007", tmp_path / "checkpoints" / "step-0000007")
-    run_many("lm_multinode", [[*SETTINGS, *RUNS[name], "--resume", "--output-dir", tmp_path]], PROCESSES)
+    run_many("lm_multinode.py", [[*SETTINGS, *RUNS[name], "--resume", "--output-dir", tmp_path]], PROCESSES)
     assert curves(tmp_path) == curves(runs[name], since=7) and len(curves(tmp_path)[0]) == 5
 
 
 def test_replicas_wait_for_each_other_only_at_synchronizations(tmp_path):
     """In between, no collective is over all processes: each would cost a round trip of a slow network in each step."""
     options = (*SETTINGS, *TWO, "--local-steps", 4, "--validate-every", 12, "--no-save-model", "--output-dir", tmp_path)
-    run_many("lm_multinode", [options], PROCESSES, "count-collectives")
+    run_many("lm_multinode.py", [options], PROCESSES, change=count_collectives)
     for rank in range(PROCESSES):
         counts = json.loads((tmp_path / f"collectives-{rank}.json").read_text())["steps"]
         assert counts.pop("0") > 0  # before the first step: the weights are sent, the start is validated

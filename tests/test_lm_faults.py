@@ -1,6 +1,5 @@
 """Whatever ends a run of lm_multinode.py, the next one goes on as if nothing had been: the same losses, to the bit."""
 
-import json
 import os
 import random
 import re
@@ -9,8 +8,11 @@ import signal
 import subprocess
 import time
 
+import torch
+import torch.distributed as dist
+
 import pytest
-from conftest import check_bad_input, records, run, run_many, succeed
+from conftest import check_bad_input, losses, records, run, run_many, succeed
 
 PROCESSES, STEPS, EVERY = 4, 48, 3
 SETTINGS = (
@@ -19,11 +21,6 @@ SETTINGS = (
     *("--no-save-model", "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2),
 )
 SAVING = ("--checkpoint-every", EVERY)
-
-
-def losses(folder):
-    """The loss of every step, of the last process that made it."""
-    return {record["step"]: record["loss"] for record in records(folder, "loss")}
 
 
 def steps_in(folder):
@@ -50,7 +47,7 @@ def whole(tmp_path_factory):
     settings = [
         [*SETTINGS, *SAVING, "--fsdp-version", version, "--output-dir", path] for version, path in folders.items()
     ]
-    run_many("lm_multinode", settings, PROCESSES)
+    run_many("lm_multinode.py", settings, PROCESSES)
     for folder in folders.values():
         assert len(losses(folder)) == STEPS and steps_of(folder) == [STEPS - EVERY, STEPS]
         assert not (folder / "model").exists()  # --no-save-model
@@ -170,11 +167,23 @@ def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoint(whole, small_
     assert losses(small_disk) == losses(whole[2])
 
 
+def make_a_loss_infinite(script):
+    """The fifth time that rank 2 trains on a batch."""
+    summed_loss, calls = script.summed_loss, []
+
+    def infinite_once(model, batch, *options):
+        if torch.is_grad_enabled():
+            calls.append(None)
+        infinite = dist.get_rank() == 2 and len(calls) == 5
+        return summed_loss(model, batch) * (float("inf") if infinite else 1)
+
+    script.summed_loss = infinite_once
+
+
 def test_a_loss_that_is_not_finite_stops_all_and_is_not_saved(tmp_path):
     """It happens in the fifth micro-batch, the first of step 3; the save of step 4 is what finds it."""
     options = (*SETTINGS, "--micro-batch-size", 2, "--log-every", 10, "--checkpoint-every", 2, "--output-dir", tmp_path)
-    script = ("tests/run_many.py", "lm_multinode", json.dumps([[*map(str, options)]]), "infinite-loss")
-    finished = run(*script, processes=PROCESSES, fork=True)
+    finished = run("lm_multinode.py", *options, processes=PROCESSES, fork=True, change=make_a_loss_infinite)
     assert finished.returncode == 2, finished.stderr[-2000:]
     assert "the loss is not finite at step 4; start again with a lower --lr" in finished.stderr
     assert steps_of(tmp_path) == [2]

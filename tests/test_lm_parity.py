@@ -7,10 +7,12 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 import numpy as np
 import pytest
-from conftest import records, run_many
+from collectives import count_collectives
+from conftest import CLOSE, VERSIONS, check_curves, curve, fsdp, records, run_many
 from transformers import AutoConfig, AutoTokenizer
 
 import lm_multinode
@@ -30,21 +32,32 @@ STRATEGIES = {
     "HYBRID_SHARD": ("--shards-per-replica", 2),
     "_HYBRID_SHARD_ZERO2": ("--shards-per-replica", 2),
 }
-# Before torch 2.14 FSDP1 does not save on a CPU.
-VERSIONS = {1: ("--fsdp-version", 1, "--no-save-model"), 2: ("--fsdp-version", 2)}
 EXACT = {
-    f"fsdp{version} {name}": (*VERSIONS[version], "--sharding-strategy", name, *MICRO, *more)
+    f"fsdp{version} {name}": (*fsdp(version), "--sharding-strategy", name, *MICRO, *more)
     for version in VERSIONS
     for name, more in STRATEGIES.items()
 } | {
     "one large batch": ("--micro-batch-size", 4),
     "fsdp2 recomputing": (*MICRO, "--activation-checkpointing"),
-    "fsdp1 recomputing": (*MICRO, "--activation-checkpointing", *VERSIONS[1]),
+    "fsdp1 recomputing": (*MICRO, "--activation-checkpointing", *fsdp(1)),
     "fsdp2 on the CPU": (*MICRO, "--cpu-offload"),
     "one shard": (*MICRO, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1),
 }
 SHORT = (*MICRO, "--max-steps", 3)  # the warm-up, which is the same in a longer run
 OTHER = {"other seed": (*SHORT, "--seed", 2), "no decay": (*SHORT, "--weight-decay", 0)}
+
+
+def record_shards(script):
+    """Also write the sum of each of a rank's own shards; the last time stays."""
+    validate = script.validate
+
+    def record_and_validate(args, world, model, *rest):
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        sums = torch.stack([p.detach().double().sum() for p in shards])
+        torch.save(sums, args.output_dir / f"shards-{world.rank}.pt")
+        return validate(args, world, model, *rest)
+
+    script.validate = record_and_validate
 
 
 @pytest.fixture(scope="session")
@@ -53,15 +66,8 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("lm")
     names = EXACT | OTHER
     settings = [[*SETTINGS, *FP32, *arguments, "--output-dir", root / name] for name, arguments in names.items()]
-    run_many("lm_multinode", settings, PROCESSES, "record-shards")
+    run_many("lm_multinode.py", settings, PROCESSES, change=record_shards)
     return {name: root / name for name in names}
-
-
-def curve(folder):
-    """Losses and gradient norms of all steps, and the validation losses before and after them."""
-    steps = records(folder, "loss")
-    validation = [record["val_loss"] for record in records(folder, "val_loss")]
-    return [step["loss"] for step in steps], [step["grad_norm"] for step in steps], validation
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +83,7 @@ def plain(runs):
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     worlds = [World(rank, rank, PROCESSES, PROCESSES, torch.device("cpu")) for rank in range(PROCESSES)]
-    streams = [lm_multinode.Batches(args, world, source, tokenizer, {}) for world in worlds]
+    streams = [lm_multinode.Batches(args, world, source, tokenizer, [{}], 0) for world in worlds]
     to_validate = lm_multinode.pack({"text": held_out}, [0], args, tokenizer, [0])
 
     def loss_of(*batches):
@@ -105,12 +111,8 @@ def plain(runs):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_strategy_equals_a_plain_loop(runs, plain, name):
-    losses, norms, validation = curve(runs[name])
-    assert len(losses) == STEPS
-    assert losses == pytest.approx(plain[0], abs=1e-5)
-    assert norms == pytest.approx(plain[1], rel=1e-4)
-    assert validation == pytest.approx(plain[2], abs=1e-5)
-    assert losses[-1] < losses[0] - 0.3
+    check_curves(runs[name], plain)
+    assert len(plain[0]) == STEPS and plain[0][-1] < plain[0][0] - 0.3
 
 
 @pytest.mark.parametrize("name", [name for name in EXACT if "NO_SHARD" in name or "HYBRID" in name or "one" in name])
@@ -127,20 +129,19 @@ def test_replicas_stay_equal(runs, name):
 
 def test_another_seed_and_no_decay_are_other_runs(runs, plain):
     losses, norms, validation = plain
-    others, other_norms, _ = curve(runs["no decay"])
-    assert (others[0], other_norms[0]) == pytest.approx((losses[0], norms[0]), rel=1e-4)
+    others, other_norms = curve(runs["no decay"]), curve(runs["no decay"], "grad_norm")
+    assert (others[0], other_norms[0]) == pytest.approx((losses[0], norms[0]), **CLOSE)
     assert others != pytest.approx(losses[:3], abs=1e-6)
-    others, _, other_validation = curve(runs["other seed"])
-    assert others[0] != pytest.approx(losses[0], abs=1e-5)
-    assert other_validation[0] != pytest.approx(validation[0], abs=1e-5)  # other weights too
+    assert curve(runs["other seed"])[0] != pytest.approx(losses[0], **CLOSE)
+    assert curve(runs["other seed"], "val_loss")[0] != pytest.approx(validation[0], **CLOSE)  # other weights too
 
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_weights_and_validation_are_the_same_on_any_number_of_processes(plain, processes, tmp_path):
     options = (*SETTINGS, *FP32, "--global-batch-size", 12, "--micro-batch-size", 2, "--max-steps", 1)
-    run_many("lm_multinode", [[*options, "--no-save-model", "--output-dir", tmp_path]], processes)
+    run_many("lm_multinode.py", [[*options, "--no-save-model", "--output-dir", tmp_path]], processes)
     first = records(tmp_path, "val_loss")[0]
-    assert first["val_loss"] == pytest.approx(plain[2][0], abs=1e-5)
+    assert first["val_loss"] == pytest.approx(plain[2][0], **CLOSE)
     assert first["perplexity"] == pytest.approx(np.exp(plain[2][0]), rel=1e-4)
 
 
@@ -150,7 +151,7 @@ def test_a_step_sends_the_bytes_of_the_readme(runs, tmp_path):
     settings = {name: (*SETTINGS, *FP32, *MICRO, *STRATEGIES[name], "--sharding-strategy", name) for name in strategies}
     short = ("--max-steps", 2, "--validate-every", 2, "--no-save-model", "--output-dir")
     arguments = [[*flags, *short, tmp_path / name] for name, flags in settings.items()]
-    run_many("lm_multinode", arguments, PROCESSES, "count-collectives")
+    run_many("lm_multinode.py", arguments, PROCESSES, change=count_collectives)
     model = lm_multinode.empty_model(AutoConfig.from_pretrained(runs["fsdp2 FULL_SHARD"] / "model"))
     whole = sum(p.nbytes for p in model.parameters())
     layers = sum(p.nbytes for layer in lm_multinode.layers_of(model) for p in layer.parameters())
@@ -171,7 +172,7 @@ def test_a_step_sends_the_bytes_of_the_readme(runs, tmp_path):
 
 def check_bf16(folder, exact):
     """It is close to fp32, and the policy did something."""
-    losses, _, _ = curve(folder)
+    losses = curve(folder)
     assert len(losses) == 3
     assert losses == pytest.approx(exact, rel=0.01)
     assert losses != pytest.approx(exact, abs=1e-6)
@@ -179,10 +180,10 @@ def check_bf16(folder, exact):
 
 def test_bf16_is_close_to_fp32(plain, tmp_path):
     settings = [
-        [*SETTINGS, *SHORT, "--precision", "bf16", *flags, "--output-dir", tmp_path / str(version)]
-        for version, flags in VERSIONS.items()
+        [*SETTINGS, *SHORT, "--precision", "bf16", *fsdp(version), "--output-dir", tmp_path / str(version)]
+        for version in VERSIONS
     ]
-    run_many("lm_multinode", settings, PROCESSES)
+    run_many("lm_multinode.py", settings, PROCESSES)
     for version in VERSIONS:
         check_bf16(tmp_path / str(version), plain[0][:3])
 
@@ -190,7 +191,7 @@ def test_bf16_is_close_to_fp32(plain, tmp_path):
 def test_bf16_runs_and_says_so_on_a_cpu_that_only_emulates_it(tmp_path):
     """And where nothing is asked for, such a CPU computes in fp32. PyTorch can be held back to an older CPU's means."""
     settings = [[*SETTINGS, *SHORT, "--precision", name, "--output-dir", tmp_path / name] for name in ("auto", "bf16")]
-    finished = run_many("lm_multinode", settings, 2, fork=False, ATEN_CPU_CAPABILITY="avx2")
+    finished = run_many("lm_multinode.py", settings, 2, fork=False, ATEN_CPU_CAPABILITY="avx2")
     assert re.findall(r"^fsdp .*, (\w+)$", finished.stdout, re.M) == ["fp32", "bf16"]
     assert len(re.findall("^--precision bf16: .* only emulates bf16", finished.stderr, re.M)) == 1
-    check_bf16(tmp_path / "bf16", curve(tmp_path / "auto")[0])
+    check_bf16(tmp_path / "bf16", curve(tmp_path / "auto"))

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import records, run_many
+from conftest import CLOSE, ROOT, losses, run_many
 from two_nodes import NoNamespacesError, two_nodes
 
 SIZES = (
@@ -44,18 +44,13 @@ def check(finished):
     assert [one.returncode for one in finished] == [0, 0], "\n".join(texts)
 
 
-def losses(folder):
-    """The loss of each step; that of the last attempt for a step that was done twice."""
-    return {record["step"]: record["loss"] for record in records(folder, "loss")}
-
-
 @pytest.fixture(scope="module")
 def one_node(tmp_path_factory):
     """The folder with runs on one node of four processes: other tests show that strategies do not differ there."""
     folder = tmp_path_factory.mktemp("one")
     hybrid = ("--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2)
     runs = {"flat": SHORT, "hybrid": (*SHORT, *hybrid)}
-    run_many("lm_multinode", [[*SIZES, *flags, "--output-dir", folder / name] for name, flags in runs.items()], 4)
+    run_many("lm_multinode.py", [[*SIZES, *flags, "--output-dir", folder / name] for name, flags in runs.items()], 4)
     return folder
 
 
@@ -66,9 +61,9 @@ def on_two_nodes(nodes, tmp_path_factory):
     settings = []
     for name in RUNS:
         version, strategy = 1 if "fsdp1" in name else 2, name.split()[-1]
-        flags = ("--fsdp-version", version, "--sharding-strategy", strategy, "--output-dir", folder / name)
-        settings.append([str(argument) for argument in (*SIZES, *SHORT, *flags)])
-    finished = nodes.torchrun("tests/run_many.py", "lm_multinode", json.dumps(settings))
+        flags = ("--device", "cpu", "--fsdp-version", version, "--sharding-strategy", strategy)
+        settings.append([str(argument) for argument in (*SIZES, *SHORT, *flags, "--output-dir", folder / name)])
+    finished = nodes.torchrun("tests/forked.py", ROOT / "lm_multinode.py", json.dumps(settings), "")
     check(finished)
     stdout = "".join(one.stdout for one in finished)  # rank 0 can be on either node
     assert re.findall("^fsdp .*replicas x shards: (.*), fp32$", stdout, re.M) == list(RUNS.values())
@@ -80,7 +75,7 @@ def on_two_nodes(nodes, tmp_path_factory):
 def test_the_losses_are_those_of_one_node(one_node, on_two_nodes, name):
     expected = losses(one_node / ("hybrid" if "HYBRID" in name else "flat"))
     assert len(expected) == 3
-    assert losses(on_two_nodes / name) == pytest.approx(expected, abs=1e-5)
+    assert losses(on_two_nodes / name) == pytest.approx(expected, **CLOSE)
 
 
 def test_a_process_on_the_other_node_is_killed_and_torchrun_starts_all_again(nodes, tmp_path):
@@ -88,10 +83,10 @@ def test_a_process_on_the_other_node_is_killed_and_torchrun_starts_all_again(nod
     compute with fewer threads each, and on some CPUs with other last digits."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     one_each = ["--nproc_per_node", 1]
-    settings = json.dumps([[str(argument) for argument in (*SIZES, *LONG, "--output-dir", whole)]])
-    torchruns = nodes.start_torchrun("tests/run_many.py", "lm_multinode", settings, options=one_each)
+    flags = ("--device", "cpu", *SIZES, *LONG)
+    torchruns = nodes.start_torchrun("lm_multinode.py", *flags, "--output-dir", whole, options=one_each)
     check(nodes.finish(torchruns, timeout=180))
-    flags = ("--device", "cpu", *SIZES, *LONG, "--checkpoint-every", 2, "--output-dir", killed)
+    flags = (*flags, "--checkpoint-every", 2, "--output-dir", killed)
     torchruns = nodes.start_torchrun("lm_multinode.py", *flags, options=[*one_each, "--max-restarts", 2])
     deadline = time.monotonic() + 120
     while not list(killed.glob("checkpoints/*/.metadata")) and time.monotonic() < deadline:

@@ -14,7 +14,21 @@ import torch
 import torch.distributed as dist
 
 import pytest
-from conftest import ROOT, SAVE_ON_CPU, check_bad_input, make_model, records, run, run_many, succeed
+from conftest import (
+    CLOSE,
+    ROOT,
+    SAVE_ON_CPU,
+    VERSIONS,
+    check_bad_input,
+    curve,
+    fsdp,
+    losses,
+    make_model,
+    records,
+    run,
+    run_many,
+    succeed,
+)
 from safetensors.torch import load_file
 from test_t5_data import load
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
@@ -40,13 +54,12 @@ def shared(tmp_path_factory, articles_csv):
 def resumed(shared, tmp_path_factory):
     """For each version a run of STEPS steps, and one that is stopped twice: in the first epoch and in the second."""
     root, settings = tmp_path_factory.mktemp("resume"), []
-    for version in (1, 2):
-        saving = [*shared, "--fsdp-version", version, "--checkpoint-every", EVERY]
-        saving += [] if version in SAVE_ON_CPU else ["--no-save-model"]
+    for version in VERSIONS:
+        saving = [*shared, *fsdp(version), "--checkpoint-every", EVERY]
         settings.append([*saving, "--output-dir", root / f"whole{version}"])
         for stop in (EVERY, EVERY + 8, STEPS):
             settings.append([*saving, "--output-dir", root / f"parts{version}", "--max-steps", stop, "--resume"])
-    run_many("t5_fsdp", settings, processes=2)
+    run_many("t5_fsdp.py", settings, processes=2)
     return root
 
 
@@ -56,12 +69,7 @@ def copy(resumed, tmp_path):
     return lambda name="copy": shutil.copytree(resumed / "whole2", tmp_path / name)
 
 
-def losses(folder):
-    """The loss of each step; of the last process that made it."""
-    return {row["step"]: row["loss"] for row in records(folder, "loss")}
-
-
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_a_resumed_run_repeats_the_uninterrupted_one_exactly(resumed, version):
     whole, parts = resumed / f"whole{version}", resumed / f"parts{version}"
     assert [row["step"] for row in records(parts, "loss")] == list(range(1, STEPS + 1))  # none was made twice
@@ -89,7 +97,7 @@ def test_checkpoints_move_to_another_number_of_processes(copy, shared):
     )
     before, after = records(folder, "val_loss")[-2:]
     assert after["step"] == before["step"] == STEPS  # nothing was trained, the loaded model was only evaluated
-    assert after["val_loss"] == pytest.approx(before["val_loss"], abs=1e-5)
+    assert after["val_loss"] == pytest.approx(before["val_loss"], **CLOSE)
 
 
 def test_torchrun_restarts_after_a_killed_process_and_loses_nothing(resumed, shared, tmp_path):
@@ -186,7 +194,7 @@ def test_a_damaged_checkpoint_is_one_sentence_that_says_what_to_delete(resumed, 
             assert f"error: {newest} is damaged; delete it to resume from the one before" in finished.stderr
             shutil.rmtree(newest)
     runs = [[*shared, "--resume", "--no-save-model", "--output-dir", folder] for folder in folders.values()]
-    finished = run_many("t5_fsdp", runs, processes=2)
+    finished = run_many("t5_fsdp.py", runs, processes=2)
     assert finished.stdout.count("from step 11, keeps everything") == len(DAMAGES)
     expected = losses(resumed / "whole2")
     for name, folder in folders.items():
@@ -234,7 +242,7 @@ def test_the_exported_folder_is_what_was_trained(resumed, version, articles_csv)
     assert sorted(path.name for path in folder.iterdir()) == ["best", "checkpoints", "metrics.jsonl"]
     model, loss = evaluate_plainly(folder / "best", articles_csv)
     assert model.lm_head.weight is model.shared.weight is model.encoder.embed_tokens.weight
-    assert loss == pytest.approx(records(folder, "val_loss")[-1]["val_loss"], abs=1e-5)
+    assert loss == pytest.approx(records(folder, "val_loss")[-1]["val_loss"], **CLOSE)
     weights = load_file(folder / "best" / "model.safetensors")
     assert "shared.weight" in weights and "lm_head.weight" not in weights  # tied weights once
 
@@ -245,12 +253,12 @@ def test_flan_t5_keeps_its_own_output_layer_and_the_best_epoch_is_exported(artic
     arguments += ["--epochs", 2, "--gamma", 1000, "--precision", "fp32", "--max-target-length", SUMMARY]  # worse, then
     outputs = {version: tmp_path / f"fsdp{version}" for version in SAVE_ON_CPU}
     runs = [[*arguments, "--fsdp-version", version, "--output-dir", path] for version, path in outputs.items()]
-    run_many("t5_fsdp", runs, processes=2)
+    run_many("t5_fsdp.py", runs, processes=2)
     for output in outputs.values():
         model, loss = evaluate_plainly(output / "best", articles_csv)
         assert (model.lm_head.weight - model.shared.weight).abs().max() > 1
-        _, best, worse = (row["val_loss"] for row in records(output, "val_loss"))
-        assert loss == pytest.approx(best, abs=1e-5) and worse > best + 1
+        _, best, worse = curve(output, "val_loss")
+        assert loss == pytest.approx(best, **CLOSE) and worse > best + 1
 
 
 def test_a_failed_export_leaves_the_one_before(shared, tmp_path):

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import pytest
-from conftest import CACHES, records, run_many, succeed, write_csv
+from conftest import CACHES, curve, losses, records, run_many, succeed, write_csv
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq
 
@@ -181,9 +181,9 @@ def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
     switches = {"all": (), "no-validation": ("--no-run-validation",), "no-model": ("--no-save-model",)}
     switches["few-steps"] = ("--no-run-validation", "--no-save-model", "--max-steps", 7)
     runs = [[*shared, *flags, "--output-dir", tmp_path / name] for name, flags in switches.items()]
-    finished = run_many("t5_fsdp", runs, processes=2)
+    finished = run_many("t5_fsdp.py", runs, processes=2)
     assert finished.stdout.count("40 articles to train on, 3 to validate") == len(runs)
-    steps = {name: [row["step"] for row in records(tmp_path / name, "loss")] for name in switches}
+    steps = {name: [*losses(tmp_path / name)] for name in switches}
     assert steps == {name: [5, 7] if name == "few-steps" else [5, 10] for name in switches}
     scores = ("val_loss", "rouge1", "rouge2", "rougeL")
     validated = {name: [row["step"] for row in records(tmp_path / name, *scores)] for name in switches}
@@ -197,10 +197,10 @@ def test_bf16_runs_where_it_is_emulated_and_auto_is_fp32_there(tmp_path, tiny_mo
     arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 64, "--epochs", 1]
     arguments += ["--no-run-validation", "--no-save-model", "--log-every", 1]
     runs = [[*arguments, "--precision", name, "--output-dir", tmp_path / name] for name in ("auto", "bf16")]
-    finished = run_many("t5_fsdp", runs, 2, fork=False, ATEN_CPU_CAPABILITY="avx2")
+    finished = run_many("t5_fsdp.py", runs, 2, fork=False, ATEN_CPU_CAPABILITY="avx2")
     assert re.findall(r"^fsdp .*, (\w+)$", finished.stdout, re.M) == ["fp32", "bf16"]
     assert len(re.findall("^--precision bf16: .* only emulates bf16, which is slow$", finished.stderr, re.M)) == 1
-    fp32, bf16 = ([row["loss"] for row in records(tmp_path / name, "loss")] for name in ("auto", "bf16"))
+    fp32, bf16 = (curve(tmp_path / name) for name in ("auto", "bf16"))
     assert bf16 == pytest.approx(fp32, rel=0.02) and bf16 != fp32
 
 

@@ -4,13 +4,14 @@ import json
 import re
 
 import pytest
-from conftest import SAVE_ON_CPU, make_model, records, run_many, succeed
+from conftest import SAVE_ON_CPU, VERSIONS, curve, make_model, run_many, succeed
+from test_lm_runs import capture_graphs_only
 from transformers import GenerationConfig
 from will_it_fit import state_bytes
 
 SETTINGS = {
     (version, *arguments): ["--fsdp-version", str(version), *arguments]
-    for version in (1, 2)
+    for version in VERSIONS
     for arguments in (
         (),
         ("--sharding-strategy", "SHARD_GRAD_OP"),
@@ -29,18 +30,18 @@ def observed():
     return dict(zip(SETTINGS, json.loads(finished.stdout.splitlines()[-1]), strict=True))
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_the_four_blocks_and_the_root_are_units(observed, version):
     assert observed[version,]["forward_gathers"] == 5
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_full_shard_gathers_blocks_again_in_backward_and_shard_grad_op_keeps_them(observed, version):
     assert len(observed[version,]["backward_gathers"]) == 4
     assert observed[version, "--sharding-strategy", "SHARD_GRAD_OP"]["backward_gathers"] == []
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_prefetch_decides_when_the_next_block_is_gathered(observed, version):
     # The root is still gathered when backward begins, and prefetches the last block.
     assert observed[version,]["backward_gathers"] == ["pre"] * 4
@@ -49,7 +50,7 @@ def test_prefetch_decides_when_the_next_block_is_gathered(observed, version):
         assert observed[1, "--backward-prefetch", "post"]["backward_gathers"] == ["need", "post", "post", "post"]
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_activation_checkpointing_saves_less_for_backward(observed, version):
     assert observed[version, "--activation-checkpointing"]["saved_bytes"] < 0.4 * observed[version,]["saved_bytes"]
 
@@ -77,8 +78,8 @@ def test_each_process_holds_its_share_and_the_real_buffers(observed, setting):
 def test_print_model_shows_the_units(tmp_path, tiny_model, articles_csv):
     arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 8, "--epochs", 1]
     arguments += ["--no-run-validation", "--no-save-model", "--print-model", "--batch-size", 4]
-    settings = [[*arguments, "--output-dir", tmp_path / str(v), "--fsdp-version", v] for v in (1, 2)]
-    printed = run_many("t5_fsdp", settings, processes=2).stdout
+    settings = [[*arguments, "--output-dir", tmp_path / str(v), "--fsdp-version", v] for v in VERSIONS]
+    printed = run_many("t5_fsdp.py", settings, processes=2).stdout
     assert printed.count("): FullyShardedDataParallel(") == 4
     assert printed.count("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): T5ForConditionalGeneration") == 1
     assert printed.count(": FSDPT5Block(") == 4 and printed.count("FSDPT5ForConditionalGeneration(") == 1
@@ -91,11 +92,10 @@ def test_compile_keeps_the_losses(tmp_path, articles_csv):
     arguments += ["--batch-size", 8, "--no-run-validation", "--no-save-model", "--precision", "fp32"]
     switches = {"plain": (), "compiled": ("--compile",)}
     settings = [[*arguments, *switch, "--output-dir", tmp_path / name] for name, switch in switches.items()]
-    printed = run_many("t5_fsdp", settings, 1, "graphs-only").stderr
+    printed = run_many("t5_fsdp.py", settings, 1, change=capture_graphs_only).stderr
     assert printed.count("graph captured") >= 2  # an encoder's block and a decoder's
-    [plain], [compiled] = (records(tmp_path / name, "loss") for name in switches)
-    assert compiled["loss"] == pytest.approx(plain["loss"], abs=1e-5)
-    assert compiled["grad_norm"] == pytest.approx(plain["grad_norm"], abs=1e-4)
+    for name in ("loss", "grad_norm"):
+        assert curve(tmp_path / "compiled", name) == pytest.approx(curve(tmp_path / "plain", name), abs=1e-4)
 
 
 def test_a_models_own_settings_of_generation_are_kept_but_summaries_are_greedy(tmp_path, articles_csv):
@@ -108,7 +108,7 @@ def test_a_models_own_settings_of_generation_are_kept_but_summaries_are_greedy(t
         [*options, "--model", model, "--fsdp-version", version, "--output-dir", tmp_path / name / "output"]
         for name, (model, version) in cases.items()
     ]
-    printed = run_many("t5_fsdp", settings, 1).stdout
+    printed = run_many("t5_fsdp.py", settings, 1).stdout
     summaries = re.findall(r"^summary    (.+(?:\n {11}.+)*)$", printed, re.MULTILINE)
     assert summaries == summaries[:2] * len(cases)  # of the first article, before and after training
     for version in SAVE_ON_CPU:

@@ -32,7 +32,7 @@ def test_rouge_climbs(trained):
 def test_the_first_lines_say_what_runs(trained):
     for line in (
         r"torchrun --standalone --nproc_per_node \d+ .*t5_fsdp\.py --epochs 1",
-        r"run      \d+ processes on \w+, torch 2\.[^,]*, transformers ",
+        r"run      2 processes on cpu, torch 2\.[^,]*, transformers ",
         r"fsdp     FSDP2, FULL_SHARD, (fp32|bf16)",
         r"model    builtin, [\d,]+ parameters, 0\.\d+ GB of state a process, which has",
         r"dataset  builtin, 10,000 rows, of which 10,000 have a text and a summary within --max-summary-share",

@@ -1,16 +1,19 @@
 """What lm_multinode.py's strategies send between two nodes, and what a slow network makes of it.
 
     python tests/benchmarks/lm_communication.py [--turns 3] [--fsdp-version 2] [--links "full speed" "1 Gbit/s"]
+        [--strategies DILOCO] [--against FOLDER]        # an older checkout beside this one
 
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), train a Llama of 34 million parameters.
 The first table compares the bytes that cross from one node to the other in an optimizer step, by the network
 interface's counter, with the formula, and the command fails if they differ by more than 5%. The second has the seconds
 of a step that `--compare-strategies` reports at the full speed of the cable, at 1 Gbit/s and at 100 Mbit/s in both
-directions: medians over interleaved turns. DILOCO synchronizes every 50 steps, which all share its bytes and its time.
+directions, and where each packet takes 50 ms: medians over interleaved turns. DILOCO synchronizes every 50 steps, which
+all share its bytes and its time.
 """
 
 import argparse
 import gc
+import importlib
 import itertools
 import os
 import platform
@@ -24,13 +27,13 @@ import torch
 import torch.distributed as dist
 
 import transformers
-from shared import cell, print_table, read_metrics, write_llama
+from shared import ROOT, cell, print_table, read_metrics, write_llama
 from two_nodes import CABLE, two_nodes
 
 import common
 import lm_multinode
 
-LINKS = {"full speed": None, "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+LINKS = {"full speed": {}, "1 Gbit/s": {"rate": "1gbit"}, "100 Mbit/s": {"rate": "100mbit"}, "50 ms": {"delay": 0.05}}
 TOLERANCE = 0.05
 LOCAL_STEPS = 50
 FLAGS = ["--seq-length", 64, "--micro-batch-size", 1, "--num-validation-texts", 20, "--precision", "fp32"]
@@ -48,7 +51,7 @@ def bytes_sent(config, strategy: str, micro_batches: int, processes: int, on_nod
     layers, whole = (4 * sum(p.numel() for p in part.parameters()) for part in (model.model.layers, model))
     shards = 1 if strategy == "NO_SHARD" else 2 if strategy in lm_multinode.HYBRIDS else processes
     replicas = processes // shards
-    # After its forward FULL_SHARD frees the layers but not the root, with which backward begins.
+    # After its forward FULL_SHARD frees the layers but not what is before and after them.
     gathered = micro_batches * (whole + layers) if lm_multinode.RESHARD[strategy] else whole
     # gloo has no reduce-scatter: PyTorch all-reduces and drops the rest, which is twice as much.
     in_replica = (shards - 1) / shards * (gathered + 2 * whole)
@@ -97,6 +100,17 @@ def count_bytes(options: argparse.Namespace, world: common.World) -> None:
     sys.exit(3 if any(abs(row["ratio"] - 1) > TOLERANCE for row in rows) else 0)
 
 
+def time_strategies(options: argparse.Namespace) -> None:
+    """`--compare-strategies` of a checkout, for some strategies. One of four processes."""
+    for name in ("common", "lm_multinode"):
+        del sys.modules[name]
+    sys.path.insert(0, options.time)
+    script = importlib.import_module("lm_multinode")
+    script.RESHARD = {name: script.RESHARD[name] for name in options.strategies}
+    sys.argv = [f"{options.time}/lm_multinode.py", *options.flags]
+    script.common.run(script.main, script.parse_args())
+
+
 def launch(nodes, script: str, *flags) -> str:
     """Run a script on both nodes; what it prints."""
     finished = nodes.torchrun(script, *flags, timeout=3600)
@@ -106,19 +120,25 @@ def launch(nodes, script: str, *flags) -> str:
     return "".join(one.stdout for one in finished)
 
 
-def main(nodes, folder: Path, options: argparse.Namespace) -> None:
+def main(folder: Path, options: argparse.Namespace) -> None:
     flags = ["--model", write_llama(folder, list(topics.values())), "--fsdp-version", options.fsdp_version]
     versions = f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
     print(f"{versions}, 2 nodes of 2 processes, FSDP{options.fsdp_version}, fp32\n", flush=True)
-    print(launch(nodes, "tests/benchmarks/lm_communication.py", *flags), flush=True)
+    if options.bytes:
+        with two_nodes() as nodes:
+            print(launch(nodes, "tests/benchmarks/lm_communication.py", *flags), flush=True)
     seconds: dict[str, dict[str, list[float]]] = {}
-    for turn, link in itertools.product(range(options.turns), options.links):
-        nodes.limit(rate := LINKS[link])
-        output = folder / f"{turn} {rate}"
+    checkouts = [ROOT, *options.against]
+    for turn, link, root in itertools.product(range(options.turns), options.links, checkouts):
+        output = folder / f"{turn} {link} {root}".replace("/", "-")
         compare = ["--compare-strategies", "--global-batch-size", 4, "--output-dir", output]
-        launch(nodes, "lm_multinode.py", *FLAGS, *flags, *compare)
+        with two_nodes(LINKS[link].get("delay", 0)) as nodes:
+            nodes.limit(LINKS[link].get("rate"))
+            which = ["--time", root, "--strategies", *options.strategies, "--", *FLAGS, *flags, *compare]
+            launch(nodes, "tests/benchmarks/lm_communication.py", *which)
         for row in read_metrics(output):
-            seconds.setdefault(row["strategy"], {}).setdefault(link, []).append(row["step_seconds"])
+            name = row["strategy"] if root == ROOT else f"{row['strategy']}, {root}"
+            seconds.setdefault(name, {}).setdefault(link, []).append(row["step_seconds"])
     rows = []
     for strategy, links in seconds.items():
         rows.append({"strategy": strategy})
@@ -130,12 +150,21 @@ def main(nodes, folder: Path, options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=3, help="turns of each speed, 0 for bytes only")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each link, 0 for bytes only")
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     parser.add_argument("--fsdp-version", type=int, choices=(1, 2), default=2)
-    parser.add_argument("--model", help=argparse.SUPPRESS)  # for the processes on the nodes
+    parser.add_argument("--strategies", nargs="+", default=list(lm_multinode.RESHARD), help="to time")
+    parser.add_argument("--against", nargs="*", default=[], help="other checkouts, timed in turn with this one")
+    parser.add_argument("--no-bytes", dest="bytes", action="store_false", help="without the first table")
+    for_the_nodes = {"help": argparse.SUPPRESS}  # what the processes on the nodes are started with
+    parser.add_argument("--model", **for_the_nodes)
+    parser.add_argument("--time", **for_the_nodes)
+    parser.add_argument("flags", nargs="*", **for_the_nodes)
     parsed = parser.parse_args()
+    if parsed.time:
+        time_strategies(parsed)
+        sys.exit()
     if "RANK" in os.environ:
         count_bytes(parsed, common.setup(None))
-    with tempfile.TemporaryDirectory() as scratch, two_nodes() as two:
-        main(two, Path(scratch), parsed)
+    with tempfile.TemporaryDirectory() as scratch:
+        main(Path(scratch), parsed)

@@ -4,102 +4,73 @@
     python tests/benchmarks/memory_over_a_step.py [--picture docs/memory.svg]
 
 The network of equal layers in mnist_fsdp.py, and a T5 of t5-small's shape, each trained locally, then with FSDP2 under
-SHARD_GRAD_OP and FULL_SHARD. After every operation of rank 0's second step (the first makes the optimizer's state) all
-tensors that are alive are added up. At ten points of the step the sum is compared with PyTorch's own count of what its
-allocator has given out in this thread, and the command fails if they differ by more than 0.1%.
+SHARD_GRAD_OP and FULL_SHARD. In the table only: a Llama whose embedding and output layer are units of their own, as in
+lm_multinode.py, and the same Llama with both in the root unit. After every operation of rank 0's second step (the first
+makes the optimizer's state) all tensors that are alive are added up. At ten points of the step the sum is compared with
+PyTorch's own count of what its allocator has given out in this thread, and the command fails if they differ by more
+than 0.1%.
 """
 
 import argparse
-import collections
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import weakref
 from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from shared import ROOT, print_table, save_picture
-from transformers import T5Config
+from memory_tracker import KINDS, Tracker, draw_course
+from shared import LLAMA, ROOT, print_table, save_picture
+from transformers import LlamaConfig, T5Config
 
 import common
+import lm_multinode
 import mnist_fsdp
 import t5_fsdp
 
-KINDS = {  # from below, with their colours
-    "parameters": "#1f5fbf",
-    "optimizer state": "#656d76",
-    "gathered parameters": "#8fb8ee",
-    "gradients": "#e07b29",
-    "activations and buffers": "#c9d1d9",
-}
 RUNS = (("local", 1), ("SHARD_GRAD_OP", 2), ("FULL_SHARD", 2), ("FULL_SHARD", 4))
 MODELS = {"layers": "the 40 equal layers of mnist_fsdp.py", "t5": "a T5 of t5-small's shape"}
+LLAMA_RUNS = (("FULL_SHARD", 2), ("FULL_SHARD, all in the root", 2))
 POINTS = 10
 TOLERANCE = 0.001
 
 
-class Tracker(TorchDispatchMode):
-    """Bytes of all tensors alive after each operation, by kind, in `rows`; `totals` at the points that are checked."""
+class CheckedTracker(Tracker):
+    """Also marks ten points of the step, to compare `totals` with the allocator's count there."""
 
     def __init__(self, model, optimizer, every: int) -> None:
-        super().__init__()
-        self.model, self.optimizer, self.every, self.rows, self.totals = model, optimizer, every, [], []
-        self.alive = weakref.WeakValueDictionary()
-        self.units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self.watch(tensor for kind in self.kinds().values() for tensor in kind)
+        super().__init__(model, optimizer, at=range(10**9))
+        self.every = every
 
-    def watch(self, tensors) -> None:
-        for tensor in tensors:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            self.alive[storage._cdata] = storage
-
-    def kinds(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors that are known by what holds them; all others are activations and buffers."""
-        sharded = [p for unit in self.units for p in unit._get_fsdp_state()._fsdp_param_group.fsdp_params]
-        whole = [p._unsharded_param for p in sharded if hasattr(p, "_unsharded_param")]
-        parameters = [p.sharded_param for p in sharded] or list(self.model.parameters())
-        moments = [t for state in self.optimizer.state.values() for t in state.values()]
-        gradients = [p.grad for p in (*parameters, *whole) if p.grad is not None]
-        gathered = [output for p in sharded for output in p.all_gather_outputs]
-        groups = (parameters, moments, gathered, gradients)
-        return dict(zip(KINDS, groups, strict=False))
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        result = function(*arguments, **(options or {}))
-        self.watch(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
-        row, seen = collections.Counter(), set()
-        for kind, tensors in self.kinds().items():
-            for tensor in tensors:
-                storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-                row[kind] += 0 if storage._cdata in seen else storage.nbytes()
-                seen.add(storage._cdata)
-        row["activations and buffers"] = sum(s.nbytes() for key, s in list(self.alive.items()) if key not in seen)
-        self.rows.append([row[kind] for kind in KINDS])
-        if len(self.rows) % self.every == 0:
-            self.totals.append(sum(row.values()))
-            with record_function(f"point {len(self.totals)}"):
+    def __torch_dispatch__(self, *arguments):
+        result = super().__torch_dispatch__(*arguments)
+        if len(self.totals) % self.every == 0:
+            with record_function(f"point {len(self.totals) // self.every}"):
                 pass
         return result
 
 
 def prepare(name: str, strategy: str, world) -> tuple:
     """The model, and a function that computes its loss on one batch."""
-    sys.argv = [f"{name}.py", "--precision", "fp32"] if name == "t5" else [name]
+    sys.argv = [name] if name == "layers" else [f"{name}.py", "--precision", "fp32"]
     torch.manual_seed(world.rank)
     if name == "layers":
         args, model = mnist_fsdp.parse_args(), mnist_fsdp.NETWORKS["layers"]()
         images, labels = torch.randn(64, 1, 28, 28), torch.randint(10, (64,))
         model = model if strategy == "local" else mnist_fsdp.shard_with_fsdp2(args, world, model)
         return model, lambda: torch.nn.functional.nll_loss(model(images), labels)
+    if name == "llama":
+        args = lm_multinode.parse_args()
+        if strategy != "FULL_SHARD":
+            lm_multinode.ends_of = lambda model: []
+        model = lm_multinode.shard_with_fsdp2(args, world, LlamaConfig(**LLAMA, vocab_size=8192))
+        tokens = torch.randint(8192, (2, 256))
+        return model, lambda: lm_multinode.summed_loss(model, {"input_ids": tokens, "labels": tokens}) / 512
     args = t5_fsdp.parse_args()
     config = T5Config(decoder_start_token_id=0, dropout_rate=0.0)  # t5-small's
     args.sharding_strategy = "FULL_SHARD" if strategy == "local" else strategy
@@ -121,9 +92,9 @@ def measure(name: str, strategy: str, world, result: Path) -> None:
     def step(mode=None) -> None:
         optimizer.zero_grad()
         loss = loss_of()
-        ends.append(len(mode.rows) if mode else 0)
+        ends.append(len(mode.totals) if mode else 0)
         loss.backward()
-        ends.append(len(mode.rows) if mode else 0)
+        ends.append(len(mode.totals) if mode else 0)
         del loss
         optimizer.step()
 
@@ -133,10 +104,10 @@ def measure(name: str, strategy: str, world, result: Path) -> None:
         step()
         step()
         return torch.distributed.destroy_process_group()
-    with Tracker(model, optimizer, every=10**9) as counting:  # how many operations a step has
+    with CheckedTracker(model, optimizer, every=10**9) as counting:  # how many operations a step has
         step(counting)
     ends.clear()
-    tracker = Tracker(model, optimizer, every=len(counting.rows) // POINTS)
+    tracker = CheckedTracker(model, optimizer, every=len(counting.totals) // POINTS)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, tracker:
         step(tracker)
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
@@ -148,9 +119,11 @@ def measure(name: str, strategy: str, world, result: Path) -> None:
         if event.name().startswith("point "):
             at_points.append(given)
     # The allocator's count begins with the profiler, so changes since the first point are compared.
-    pairs = zip(tracker.totals, at_points, strict=True)
-    off = max(abs((total - tracker.totals[0]) - (count - at_points[0])) / total for total, count in pairs)
-    result.write_text(json.dumps({"rows": tracker.rows, "ends": ends, "off": off}))
+    totals = tracker.totals[tracker.every - 1 :: tracker.every]
+    pairs = zip(totals, at_points, strict=True)
+    off = max(abs((total - totals[0]) - (count - at_points[0])) / total for total, count in pairs)
+    rows = [list(kinds.values()) for kinds in tracker.kinds.values()]
+    result.write_text(json.dumps({"rows": rows, "ends": ends, "off": off}))
     torch.distributed.destroy_process_group()
 
 
@@ -164,20 +137,9 @@ def draw(results: dict, picture: Path) -> None:
     figure, panels = pyplot.subplots(len(MODELS), len(RUNS), **size)
     for line, (model, words) in zip(panels, MODELS.items(), strict=True):
         for panel, run in zip(line, RUNS, strict=True):
-            rows = torch.tensor(results[model, run]["rows"]).double() / 2**30
-            chunk = max(1, len(rows) // 160)  # the most of each few operations
-            shown = torch.stack([part[part.sum(1).argmax()] for part in rows.split(chunk)])
-            x = torch.arange(len(shown)) * chunk / len(rows)
-            panel.stackplot(x, shown.T, labels=list(KINDS), colors=list(KINDS.values()), linewidth=0)
-            for name, end in zip(("backward", "optimizer"), results[model, run]["ends"], strict=True):
-                panel.axvline(end / len(rows), color="#1f2328", linewidth=0.6)
-                panel.text(end / len(rows), 1.01, name, transform=panel.get_xaxis_transform(), fontsize=7, ha="center")
-            peak = rows.sum(1).max().item()
-            panel.axhline(peak, color="#1f2328", linewidth=0.6, linestyle=":")
-            panel.text(0.01, peak, f" {peak:.2f} GB", fontsize=8, va="bottom")
+            draw_course(panel, results[model, run]["rows"], results[model, run]["ends"])
             processes = f"{run[1]} process{'es' if run[1] > 1 else ''}"
             panel.set_title(f"{run[0]}, {processes}\n", fontsize=9)
-            panel.set(xlim=(0, 1), xticks=[])
         line[0].set_ylabel(f"{words}\nGB of one process")
         line[0].set_ylim(0, 1.12 * max(torch.tensor(results[model, run]["rows"]).sum(1).max() for run in RUNS) / 2**30)
     figure.supxlabel("operations of one training step: forward, backward, optimizer", fontsize=9)
@@ -199,7 +161,8 @@ if __name__ == "__main__":
         sys.exit()
     found, table = {}, []
     with tempfile.TemporaryDirectory() as folder:
-        for model, run in ((model, run) for model in MODELS for run in RUNS):
+        runs = [(model, run) for model in MODELS for run in RUNS] + [("llama", run) for run in LLAMA_RUNS]
+        for model, run in runs:
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(run[1])]
             command += [__file__, "--measure", model, run[0], f"{folder}/result"]
             subprocess.run([sys.executable, *command], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -20,6 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
 
+LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+
 
 def run_script(script: str, *flags, processes: int | None = None, root: Path = ROOT) -> list[dict]:
     """Run a script, under torchrun when `processes` is given; the records of its metrics.jsonl."""
@@ -96,8 +98,7 @@ class Words:
 
 def write_llama(folder: Path, texts: list[str], vocabulary: int = 8192) -> Path:
     """A Llama of 34 million random weights, or more with more words, and a tokenizer, as `--model` takes them."""
-    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
-    config = LlamaConfig(vocab_size=vocabulary, bos_token_id=None, eos_token_id=1, rms_norm_eps=1e-5, **shape)
+    config = LlamaConfig(vocab_size=vocabulary, bos_token_id=None, eos_token_id=1, rms_norm_eps=1e-5, **LLAMA)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     common.train_tokenizer(texts, vocabulary, append_eos=False).save_pretrained(folder)

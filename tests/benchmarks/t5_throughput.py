@@ -132,7 +132,8 @@ def make_ours(args, world, articles, tokenizer, config):
         window = torch.zeros(3, device=world.device)
         for batch in itertools.islice(batches, steps):
             window += t5_fsdp.train_step(args, world, model, optimizer, scaler, batch)[0]
-            stop.on_any_rank()
+            stop.answered()
+            stop.ask()
         common.sum_over_ranks(window)
 
     return train

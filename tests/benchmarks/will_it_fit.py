@@ -1,22 +1,51 @@
-"""Prints the table of docs/will-it-fit.md: the state that each process holds, for models of known shapes.
+"""Will it fit? The peak memory of one process of a run, by kind, before a GPU is rented.
 
-    python tests/benchmarks/will_it_fit.py
+    python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 8 --batch-size 4
+    python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 64 \\
+        --sharding-strategy HYBRID_SHARD --sweep micro-batch-size=1,2,4,8
+    python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --device-gb 24
+    python tests/benchmarks/will_it_fit.py --table              # that of docs/will-it-fit.md, in a quarter of an hour
 
-The tests compare `state_bytes` with what real runs held, and the table with the page.
+The flags are those of the run. The script's own parse_args, shard_with_fsdp2, optimizer and train_step make a step on
+tensors without memory, in one process of a group that only pretends: no GPU, no weights, no data, also for a copy that
+you have edited. Batches have the full lengths of the flags. `--model` is a size that this file knows, a folder with a
+config, or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precision auto` is bf16.
+
+Attention holds what a GPU's flash or memory-efficient kernel holds; with `--attention cpu`, what PyTorch's kernels for
+CPUs do. With `--cpu-offload`, what is in the CPU's memory is left out. Not counted: the CUDA context and NCCL's
+buffers, the allocator's rounding and fragmentation; none of it was measured, as no GPU was at hand.
 """
 
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import math
+import sys
+import time
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import transformers
-from shared import print_table
+from memory_tracker import KINDS, Tracker, draw_course
+from shared import ROOT, print_table, save_picture
 
+import common
 import lm_multinode
 
-SHARDS = (1, 4, 8, 64)
-T5 = {"t5-base": (768, 3072, 12, 12, 64), "t5-3b": (1024, 16384, 24, 32, 128), "t5-11b": (1024, 65536, 24, 128, 128)}
-LLAMAS = {
-    "150m": lm_multinode.MODELS["150m"],
-    "1b": lm_multinode.MODELS["1b"],
+GB = 2**30
+T5 = {  # d_model, d_ff, layers, heads, d_kv of google-t5's
+    "t5-small": (512, 2048, 6, 8, 64),
+    "t5-base": (768, 3072, 12, 12, 64),
+    "t5-large": (1024, 4096, 24, 16, 64),
+    "t5-3b": (1024, 16384, 24, 32, 128),
+    "t5-11b": (1024, 65536, 24, 128, 128),
+}
+LLAMAS = lm_multinode.MODELS | {
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
 
@@ -27,25 +56,284 @@ def state_bytes(num_parameters: int, strategy: str, processes: int, replica: int
     return (24 if strategy == "DILOCO" else 16) * num_parameters / shards
 
 
-def count_parameters() -> dict[str, int]:
-    """Of each model, from its shape."""
-    models = {}
-    with torch.device("meta"):
-        for name, (hidden, width, layers, heads, each) in T5.items():
-            shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
-            models[name] = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape))
-        for name, shape in LLAMAS.items():
-            config = transformers.LlamaConfig(vocab_size=32_000, **shape)
-            models[name] = transformers.LlamaForCausalLM(config)
-    return {name: model.num_parameters() for name, model in models.items()}
+def config_of(args, options) -> transformers.PreTrainedConfig:
+    """Of `--model`, without weights."""
+    name = args.model.removeprefix("google-t5/")
+    if name in T5:
+        hidden, width, layers, heads, each = T5[name]
+        shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
+        return transformers.T5Config(**shape, decoder_start_token_id=0)
+    if name in LLAMAS:
+        shape = {"vocab_size": options.vocabulary, "max_position_embeddings": args.seq_length}
+        return transformers.LlamaConfig(**LLAMAS[name], **shape, attn_implementation=lm_multinode.ATTENTION)
+    return transformers.AutoConfig.from_pretrained(args.model)
 
 
-def rows():
-    """Yield those of the table, in GB of 2**30 bytes, by the number of shards."""
-    for name, count in count_parameters().items():
-        row = {"model": name, "parameters": f"{count:,}"}
-        yield row | {f"{n}": f"{state_bytes(count, 'FULL_SHARD', n) / 2**30:.2f}" for n in SHARDS}
+def load_script(path: str):
+    """A script as a module, with the `common.py` beside it."""
+    path = Path(path) if Path(path).exists() else ROOT / path
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+class GpuAttention(torch.autograd.Function):
+    """Holds what a flash or memory-efficient kernel does: its inputs, its output, and a number for each query."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask):
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, mask, _, _ = ctx.saved_tensors
+        of_mask = torch.empty_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_mask
+
+
+def gpu_attention(query, key, value, attn_mask=None, **_):
+    return GpuAttention.apply(query, key, value, attn_mask)
+
+
+class Run:
+    """One process of a run on fake tensors: it makes steps, as often as it is asked to."""
+
+    def __init__(self, path: str, flags: list[str], options) -> None:
+        sys.argv = [path, "--device", "cpu", *flags]
+        self.script = load_script(path)
+        self.options = options
+        self.args = self.script.parse_args()
+        if self.args.fsdp_version != 2:
+            sys.exit("will_it_fit.py: error: FSDP1 is not traced; leave --fsdp-version out")
+        if self.args.precision == "auto":
+            self.args.precision = "bf16"
+        self.is_lm = hasattr(self.args, "micro_batch_size")
+        self.config = config_of(self.args, options)
+        self.size = self.args.num_processes or 2
+        self.world = common.World(0, 0, self.size, min(self.size, options.per_node), torch.device("cpu"))
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.size)
+        mesh = self.script.make_mesh(self.args, self.world)  # its numbers are real
+        self.script.make_mesh = lambda args, world: mesh
+        self.script.load_model = lambda args, config: None
+        self.script.load_weights = lambda args, world, model, whole: model.to_empty(device="cpu")
+        self.script.common.first_on_node = lambda world: contextlib.nullcontext()
+
+        self.fake = FakeTensorMode()
+        self.outer_state = []
+        with self.fake:
+            self.model, self.optimizer = self.script.build(self.args, self.world, self.config)
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()  # makes its state
+            self.optimizer.zero_grad()
+            if self.is_lm and self.args.sharding_strategy == "DILOCO":
+                outer = self.script.OuterOptimizer(self.args, self.world, self.model)
+                self.outer_state = [*outer.shared, *outer.momentum]
+        self.step()  # the first one allocates what the others use again
+
+    def arguments(self) -> tuple:
+        """What train_step gets besides model and optimizer: the longest batch that the flags allow."""
+        args = self.args
+        if self.is_lm:
+            smallest = args.micro_batch_size * self.size
+            if args.global_batch_size % smallest or args.global_batch_size == 0:
+                args.global_batch_size = smallest
+            tokens = torch.ones(args.micro_batch_size, args.seq_length, dtype=torch.long)
+            return (itertools.repeat(({"input_ids": tokens, "labels": tokens.clone()}, None)),)
+        source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
+        samples = args.batch_size * args.accumulation_steps
+        words = torch.ones(samples, source, dtype=torch.long)
+        batch = {"input_ids": words, "attention_mask": words.clone()}
+        batch["labels"] = torch.ones(samples, target, dtype=torch.long)
+        return torch.amp.GradScaler("cpu", enabled=False), batch
+
+    def step(self, at=()) -> Tracker:
+        """One training step. `at`: the operations after which to tell kinds apart."""
+        backward, attention = torch.Tensor.backward, torch.nn.functional.scaled_dot_product_attention
+
+        def in_backward(tensor, *arguments, **options):
+            tracker.phase = "backward"
+            backward(tensor, *arguments, **options)
+            tracker.phase = "forward"
+
+        def in_optimizer(*_):
+            tracker.phase = "optimizer"
+
+        with contextlib.ExitStack() as ends:
+            ends.enter_context(self.fake)
+            arguments = self.arguments()
+            tracker = Tracker(self.model, self.optimizer, at, self.outer_state)
+            torch.Tensor.backward = in_backward
+            ends.callback(setattr, torch.Tensor, "backward", backward)
+            if self.options.attention == "gpu":
+                torch.nn.functional.scaled_dot_product_attention = gpu_attention
+                ends.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", attention)
+            ends.callback(self.optimizer.register_step_pre_hook(in_optimizer).remove)
+            ends.enter_context(tracker)
+            self.script.train_step(self.args, self.world, self.model, self.optimizer, *arguments)
+        return tracker
+
+    def peak(self) -> int:
+        """Bytes."""
+        if self.args.cpu_offload:
+            return sum(self.predict()["kinds"].values())
+        return max(self.step().totals)
+
+    def predict(self, points: int = 0) -> dict:
+        """The bytes of each kind at the peak, where that is, and the kinds at so many points of the step."""
+        totals = self.step().totals
+        peak = max(range(len(totals)), key=totals.__getitem__)
+        at = {peak, *(number * len(totals) // max(1, points) for number in range(points))}
+        if self.args.cpu_offload:  # another one: of what is not in the CPU's memory
+            at = range(len(totals))
+        tracker = self.step(at)
+        if self.args.cpu_offload:
+            for kinds in tracker.kinds.values():
+                kinds["parameters"] = kinds["optimizer state"] = 0
+            peak = max(at, key=lambda number: sum(tracker.kinds[number].values()))
+        course = sorted(tracker.kinds)
+        return {
+            "kinds": tracker.kinds[peak],
+            "operation": tracker.operations[peak],
+            "phase": tracker.phases[peak],
+            "course": [list(tracker.kinds[number].values()) for number in course],
+            "phases": [tracker.phases[number] for number in course],
+        }
+
+    def set_batch(self, size: int) -> None:
+        if self.is_lm:
+            self.args.micro_batch_size = size
+        else:
+            self.args.batch_size = size
+
+    def largest_batch(self, device_bytes: float) -> int:
+        """Found by doubling and halving; 0 if not even one sample fits."""
+
+        def fits(size: int) -> bool:
+            self.set_batch(size)
+            return self.peak() <= device_bytes
+
+        if not fits(1):
+            return 0
+        low, high = 1, 2
+        while fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+
+@contextlib.contextmanager
+def traced(path: str, flags, options):
+    """A `Run`, whose group is gone when the block ends."""
+    try:
+        yield Run(path, list(map(str, flags)), options)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# ---- What is printed -------------------------------------------------------------------------------------------------
+
+
+def row_of(found: dict) -> dict:
+    gb = {kind: found["kinds"][kind] / GB for kind in KINDS}
+    return gb | {"sum": sum(gb.values()), "at": f"{found['phase']}, {found['operation']}"}
+
+
+def sweep(options, flags: list[str]):
+    """Yield a row for each value of a flag; each choice, if there are no values."""
+    name, _, values = options.sweep.partition("=")
+    values = values.split(",") if values else list(lm_multinode.RESHARD)
+    for value in values:
+        with traced(options.script, [*flags, f"--{name}", value], options) as run:
+            yield {name: value} | row_of(run.predict())
+
+
+MODELS = {  # of the page's table: script and flags
+    "t5-base": ("t5_fsdp.py", "--model", "google-t5/t5-base"),
+    "t5-3b": ("t5_fsdp.py", "--model", "google-t5/t5-3b"),
+    "t5-11b": ("t5_fsdp.py", "--model", "google-t5/t5-11b"),
+    "150m": ("lm_multinode.py", "--model", "150m", "--seq-length", 1024),
+    "1b": ("lm_multinode.py", "--model", "1b", "--seq-length", 1024),
+    "7b": ("lm_multinode.py", "--model", "7b", "--seq-length", 1024),
+}
+GPUS, DEVICE_GB = (1, 4, 8, 64), (24, 40, 80)
+
+
+def table(options, models=tuple(MODELS), gpus=GPUS):
+    """Yield the page's rows: the largest batch of a process without and with recomputing, FULL_SHARD, bf16.
+
+    After each operation memory is a constant and something for each sample, so two steps of the same operations say
+    all. The tests try some of the answers.
+    """
+    for model, count in itertools.product(models, gpus):
+        row = {"model": model, "GPUs": count} | {f"{device_gb} GB": [] for device_gb in DEVICE_GB}
+        for switch in ((), ("--activation-checkpointing",)):
+            script, *flags = MODELS[model]
+            with traced(script, [*flags, *switch, "--num-processes", count], options) as run:
+                run.set_batch(2)
+                two = torch.tensor(run.step().totals, dtype=torch.float64)
+                run.set_batch(4)
+                four = torch.tensor(run.step().totals, dtype=torch.float64)
+            each = (four - two) / 2
+            constant = two - 2 * each
+            for device_gb in DEVICE_GB:
+                grows = each > 0
+                largest = ((device_gb * GB - constant[grows]) / each[grows]).min().item()
+                fits = largest >= 1 and constant.max().item() <= device_gb * GB
+                row[f"{device_gb} GB"].append(str(math.floor(largest)) if fits else "-")
+        yield {name: " / ".join(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+def draw(found: dict, picture: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    draw_course(panel, found["course"], [found["phases"].index(name) for name in ("backward", "optimizer")])
+    panel.set_ylabel("GB of one process")
+    panel.legend(frameon=False)
+    figure.patch.set_facecolor("white")  # readable on a dark page, too
+    save_picture(figure, picture)
 
 
 if __name__ == "__main__":
-    print_table(rows())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", nargs="?", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
+    parser.add_argument("--sweep", help="a flag, or flag=value,value: a row for each")
+    parser.add_argument("--device-gb", type=float, help="find the largest batch size for this much memory")
+    parser.add_argument("--picture", type=Path, help="draw the step, as SVG (needs matplotlib)")
+    parser.add_argument("--attention", default="gpu", choices=("gpu", "cpu"), help="whose kernel")
+    parser.add_argument("--vocabulary", type=int, default=32_000, help="of a Llama in MODELS")
+    parser.add_argument("--per-node", type=int, default=8, help="processes on a node")
+    parser.add_argument("--table", action="store_true", help="print that of docs/will-it-fit.md")
+    options, more = parser.parse_known_args()
+    transformers.logging.set_verbosity_error()
+    began = time.perf_counter()
+    if options.table:
+        print_table(table(options))
+        sys.exit()
+    if options.sweep:
+        print_table(sweep(options, more))
+        sys.exit()
+    with traced(options.script, more, options) as traced_run:
+        if options.device_gb:
+            print(f"largest batch of a process: {traced_run.largest_batch(options.device_gb * GB)}")
+            sys.exit()
+        prediction = traced_run.predict(points=160 if options.picture else 0)
+    print_table([row_of(prediction)])
+    if options.picture:
+        draw(prediction, options.picture)
+    total = sum(prediction["kinds"].values()) / GB
+    sizes = [str(size) for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if total < 0.9 * size]
+    print(
+        f"traced in {time.perf_counter() - began:.0f} s; with a tenth to spare it fits on GPUs of {', '.join(sizes)} GB"
+    )
+    print(f"peak {total:.2f} GB a process")

@@ -1,24 +1,28 @@
 """What the scripts do on one GPU: speed, MFU and memory of T5 and the 150m Llama, beside what the documents claim.
 
-    python tests/benchmarks/gpu/gpu_table.py                        # everything
+    python tests/benchmarks/gpu/gpu_table.py --keep FILE            # everything; again: what is not in FILE yet
     python tests/benchmarks/gpu/gpu_table.py --parts lm,lm-best     # or a part of it
     python tests/benchmarks/gpu/gpu_table.py --device cpu --tiny    # the same code on tiny shapes, to try it
 
 Needs one CUDA GPU and no network: models have random weights in the shape of the real ones, tokens are random and fill
 every sequence. Each row is a process of its own, so none inherits memory or compiled code from another; one that runs
-out of memory says so and the next goes on. fp32 is fp32 itself; tf32 is what the scripts make of fp32 on a GPU. After a
-turn of `--steps` steps to warm up and compile, the median of `--turns` turns counts, each with one synchronization at
-its end. The parts:
+out of memory says so and the next goes on. No row begins after `--minutes`. fp32 is fp32 itself; tf32 is what the
+scripts make of fp32 on a GPU. After a turn of `--steps` steps to warm up and compile, the median of `--turns` turns
+counts, each with one synchronization at its end. The parts, the most wanted first:
 
-    lm       150m Llama, by lm_multinode.py's build() and train_step(): precision, --compile, version, checkpointing
-    lm-best  the same in bf16 with --compile under larger micro-batches: the largest MFU
-    t5-base, t5-3b  by t5_fsdp.py's build(), its loader and train_step(): 512 tokens an article, 152 a summary
+    lm-best  150m Llama, by lm_multinode.py's build() and train_step(), in bf16 with --compile: the largest MFU over
+             micro-batches, recomputing, and the kernels of attention
+    profile  where the time of a step of the best of lm-best goes: its kernels, and how long none runs
+    loader   tokens/s that one process gets from the workers that pack texts, beside those of lm-best
+    lm       150m: precision, --compile, version, recomputing
+    t5-base  by t5_fsdp.py's build(), its loader and train_step(): 512 tokens an article, 152 a summary; prefetch
     init     until a t5-3b that starts on the CPU is sharded on the GPU, in three ways
-    profile  the kernels in which the best of lm-best spends its time
+    lm-1b, t5-3b  the same for models that fill a GPU
     scripts  each script by its command line, with its own data: the last rows that it reports
 
 MFU is model FLOP/s over the device's bf16 peak, in every precision: for Llama by lm_multinode.py's formula, for T5
-three times what torch's FLOP counter finds in a forward pass.
+three times what torch's FLOP counter finds in a forward pass. `state_gb` is what the scripts say before they train:
+16 bytes a parameter; what `peak_gb` has more is activations, gathered parameters and buffers.
 """
 
 import argparse
@@ -30,6 +34,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -37,12 +42,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import lm_loader
 import transformers
 from datasets import Dataset
 from shared import print_table, run_script
@@ -59,7 +67,14 @@ T5_SHAPES = {
     "tiny": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
 }
 VOCABULARY, SOURCE, TARGET = 32128, 512, 152  # of T5; tokens in an article and a summary
-PARTS = ("lm", "lm-best", "t5-base", "t5-3b", "init", "profile", "scripts")
+PARTS = ("lm-best", "profile", "loader", "lm", "t5-base", "init", "lm-1b", "t5-3b", "scripts")
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+BEGAN = time.monotonic()
 WAYS = ("FSDP1 on the CPU, then moved", "FSDP1 with device_id", "t5_fsdp.py, FSDP2")
 
 
@@ -67,17 +82,25 @@ def cases(part: str, tiny: bool) -> list[dict]:
     """The rows of a part, each as the settings of its process."""
     if part == "init":
         return [{"kind": "init", "model": "tiny" if tiny else "t5-3b", "way": way} for way in WAYS]
-    if part == "lm-best":
-        best = {"kind": "lm", "model": "tiny" if tiny else "150m", "fsdp": 2, "precision": "bf16", "compile": True}
-        return [best | {"checkpointing": False, "batch": batch} for batch in ((2, 4) if tiny else (8, 16, 32, 64))]
-    model, batch = {"lm": ("150m", 8), "t5-base": ("t5-base", 16), "t5-3b": ("t5-3b", 8)}[part]
-    case = {"kind": part.split("-")[0], "model": "tiny" if tiny else model, "batch": 2 if tiny else batch}
-    precisions = (("fp32", False), ("tf32", False), ("bf16", False), ("bf16", True))
-    grid = itertools.product((2, 1), precisions, (False, True))
-    return [
-        case | {"fsdp": fsdp, "precision": precision, "compile": compiled, "checkpointing": checkpointing}
-        for fsdp, (precision, compiled), checkpointing in grid
-    ]
+    if part == "loader":
+        return [{"kind": "loader", "workers": workers} for workers in ((1,) if tiny else (1, 2, 4, 8))]
+    kind = part.split("-")[0]
+    model = {"lm": "150m", "lm-best": "150m", "lm-1b": "1b"}.get(part, part)
+    base = {"kind": kind, "model": "tiny" if tiny else model, "fsdp": 2, "precision": "bf16"}
+    base |= {"compile": False, "checkpointing": False, "prefetch": "pre", "kernel": "any"}
+    batches = {"lm-best": (2, 4) if tiny else (8, 16, 32, 64), "lm-1b": (2,) if tiny else (4, 8, 16)}
+    if part in batches:
+        rows = [base | {"compile": True, "batch": batch} for batch in batches[part]]
+        rows.append(rows[-1] | {"checkpointing": True})
+        kernels = [] if part == "lm-1b" else ["math"] if tiny else ["flash", "cudnn", "efficient"]
+        return rows + [rows[-2] | {"kernel": kernel} for kernel in kernels]
+    base |= {"batch": 2 if tiny else 16 if part == "t5-base" else 8}
+    changes = [{}, {"precision": "tf32"}, {"checkpointing": True}, {"fsdp": 1}]
+    if part != "t5-3b":
+        changes += [{"precision": "fp32"}, {"compile": True}]
+    if kind == "t5":
+        changes += [{"prefetch": "none"}]
+    return [base | change for change in changes]
 
 
 # ---- One row, in its own process
@@ -88,12 +111,14 @@ def parse(script, case: dict, *flags) -> argparse.Namespace:
     switches = {"compile": "--compile", "checkpointing": "--activation-checkpointing"}
     precision = case["precision"].replace("tf32", "fp32")
     flags = [*flags, "--precision", precision, "--fsdp-version", case["fsdp"]]
+    if script is t5_fsdp:
+        flags += ["--backward-prefetch", case["prefetch"]]
     sys.argv = [script.__name__, *map(str, flags), *(flag for name, flag in switches.items() if case[name])]
     return script.parse_args()
 
 
-def make_lm(case: dict, world, steps: int) -> tuple[Callable[[], object], float, int]:
-    """A function that makes a step, the model FLOPs of a token, and tokens of a sample."""
+def make_lm(case: dict, world, steps: int) -> tuple[Callable[[], object], float, int, float]:
+    """A function that makes a step, the model FLOPs of a token, tokens of a sample, and GB of state."""
     batch, length = case["batch"], 128 if case["model"] == "tiny" else 1024
     flags = ["--model", case["model"], "--micro-batch-size", batch, "--global-batch-size", batch]
     args = parse(lm_multinode, case, *flags, "--seq-length", length, "--peak-tflops", 1)
@@ -104,7 +129,8 @@ def make_lm(case: dict, world, steps: int) -> tuple[Callable[[], object], float,
     model, optimizer = lm_multinode.build(args, world, config)
     tokens = torch.randint(config.vocab_size, (batch, length + 1), device=world.device)
     batches = itertools.repeat(({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}, None))
-    return lambda: lm_multinode.train_step(args, world, model, optimizer, batches), flops, length
+    state_gb = 16 * model.num_parameters() / 2**30
+    return lambda: lm_multinode.train_step(args, world, model, optimizer, batches), flops, length, state_gb
 
 
 def t5_config(model: str) -> T5Config:
@@ -121,7 +147,7 @@ def t5_forward_flops(config: T5Config) -> int:
     return counter.get_total_flops()
 
 
-def make_t5(case: dict, world, steps: int) -> tuple[Callable[[], object], float, int]:
+def make_t5(case: dict, world, steps: int) -> tuple[Callable[[], object], float, int, float]:
     """The same, with the data loader."""
     args = parse(t5_fsdp, case, "--batch-size", case["batch"])
     config = t5_config(case["model"])
@@ -139,7 +165,12 @@ def make_t5(case: dict, world, steps: int) -> tuple[Callable[[], object], float,
     numbers = torch.arange(len(tokens)).view(steps, -1).tolist()
     batches = t5_fsdp.batches_on_device(Dataset.from_dict(rows), numbers, DataCollatorForSeq2Seq(tokenizer), world)
     flops = 3 * t5_forward_flops(config) / (SOURCE + TARGET)
-    return lambda: t5_fsdp.train_step(args, world, model, optimizer, scaler, next(batches)), flops, SOURCE + TARGET
+    state_gb = 16 * t5_fsdp.empty_model(config).num_parameters() / 2**30
+
+    def step():
+        return t5_fsdp.train_step(args, world, model, optimizer, scaler, next(batches))
+
+    return step, flops, SOURCE + TARGET, state_gb
 
 
 def synchronize(device: torch.device) -> None:
@@ -150,8 +181,8 @@ def synchronize(device: torch.device) -> None:
 
 def measure_steps(case: dict, options: argparse.Namespace, world: common.World) -> dict:
     """Speed and memory of training."""
-    steps = (options.turns + 1) * options.steps
-    step, flops, tokens = {"lm": make_lm, "t5": make_t5}[case["kind"]](case, world, steps)
+    steps = (options.turns + 1) * options.steps + 3  # three for a profile
+    step, flops, tokens, state_gb = {"lm": make_lm, "t5": make_t5}[case["kind"]](case, world, steps)
     times = []
     for _ in range(options.turns + 1):
         common.peak_memory(world.device)  # from here on
@@ -162,18 +193,45 @@ def measure_steps(case: dict, options: argparse.Namespace, world: common.World) 
         times.append(time.perf_counter() - began)
     samples = options.steps * case["batch"] / statistics.median(times[1:])
     result = {"samples/s": samples, "tokens/s": samples * tokens, "mfu": "unknown"}
-    result |= common.peak_memory(world.device)
+    result |= common.peak_memory(world.device) | {"state_gb": state_gb}
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else ""
     peaks = (tflops for part, tflops in lm_multinode.PEAK_TFLOPS.items() if part in name)
     if peak := options.peak_tflops or next(peaks, 0):
         result["mfu"] = samples * tokens * flops / (peak * 1e12)
     if case.get("profile"):
-        with profile() as profiler:
-            step()
-            synchronize(world.device)
-        by = "self_cpu_time_total" if world.device.type == "cpu" else "self_device_time_total"
-        print(profiler.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=60))
+        print_profile(step, world.device)
     return result
+
+
+def print_profile(step: Callable[[], object], device: torch.device) -> None:
+    """The kernels of a step by their time, and for how much of it none of them ran."""
+    step()
+    synchronize(device)
+    with profile() as profiler:
+        began = time.perf_counter()
+        step()
+        synchronize(device)
+        seconds = time.perf_counter() - began
+    on_cpu = device.type == "cpu"
+    by = "self_cpu_time_total" if on_cpu else "self_device_time_total"
+    print(profiler.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=60))
+
+    # On a CPU operators stand in for kernels.
+    kind = DeviceType.CPU if on_cpu else DeviceType.CUDA
+    ranges = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type == kind)
+    busy, last_end = 0.0, 0.0
+    for start, end in ranges:
+        busy += max(0.0, end - max(start, last_end))
+        last_end = max(last_end, end)
+    print(f"busy {busy / 1e6 / seconds:.1%} of a step of {1000 * seconds:.1f} ms")
+
+
+def measure_loader(case: dict, world: common.World, options: argparse.Namespace) -> dict:
+    """Tokens per second of so many workers, and how many cores they had."""
+    with tempfile.TemporaryDirectory() as folder:
+        lm_loader.write_texts(Path(folder), texts=1000 if options.tiny else 8000)
+        rate = lm_loader.measure(Path(folder), world, case["workers"])
+    return {"tokens/s": rate, "cores": os.cpu_count()}
 
 
 def measure_init(case: dict, world: common.World) -> dict:
@@ -185,7 +243,7 @@ def measure_init(case: dict, world: common.World) -> dict:
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     t5_fsdp.load_model = lambda args, config: model
-    args = parse(t5_fsdp, {"precision": "bf16", "fsdp": 2, "compile": False, "checkpointing": False})
+    args = parse(t5_fsdp, {"precision": "bf16", "fsdp": 2, "compile": False, "checkpointing": False, "prefetch": "pre"})
     began = time.perf_counter()
     if case["way"] == "t5_fsdp.py, FSDP2":
         t5_fsdp.shard_with_fsdp2(args, world, config)
@@ -203,7 +261,14 @@ def measure(case: dict, options: argparse.Namespace) -> None:
     world = common.setup(common.find_accelerator(options.device))
     # The scripts compute fp32 products in TF32; the documents compare bf16 with fp32 itself.
     torch.set_float32_matmul_precision("highest" if case.get("precision") == "fp32" else "high")
-    result = measure_init(case, world) if case["kind"] == "init" else measure_steps(case, options, world)
+    if case["kind"] == "init":
+        result = measure_init(case, world)
+    elif case["kind"] == "loader":
+        result = measure_loader(case, world, options)
+    else:
+        chosen = [KERNELS[case["kernel"]]] if case["kernel"] in KERNELS else list(KERNELS.values())
+        with sdpa_kernel(chosen):
+            result = measure_steps(case, options, world)
     gc.collect()
     dist.destroy_process_group()
     print(json.dumps(result))
@@ -213,6 +278,24 @@ def measure(case: dict, options: argparse.Namespace) -> None:
 
 
 def run_case(case: dict, options: argparse.Namespace) -> tuple[dict, str]:
+    """The result of a case, from a run before or measured now, and what it printed."""
+    kept = {}
+    if options.keep and options.keep.exists():
+        for line in options.keep.read_text().splitlines():
+            record = json.loads(line)
+            kept[json.dumps(record["case"])] = record["result"], record["printed"]
+    if json.dumps(case) in kept:
+        return kept[json.dumps(case)]
+    if time.monotonic() - BEGAN > 60 * options.minutes:
+        return {"note": "no time left"}, ""
+    result, printed = measure_case(case, options)
+    if options.keep and "failed" not in result.get("note", ""):
+        with options.keep.open("a") as file:
+            file.write(json.dumps({"case": case, "result": result, "printed": printed}) + "\n")
+    return result, printed
+
+
+def measure_case(case: dict, options: argparse.Namespace) -> tuple[dict, str]:
     """The result of a case in a process of its own, and what it printed before; a "note" where there is no result."""
     environment = {**os.environ, "BENCHMARK_CASE": json.dumps(case)}
     settings = {"env": environment, "capture_output": True, "text": True, "timeout": options.timeout}
@@ -237,7 +320,8 @@ def run_part(part: str, options: argparse.Namespace) -> list[tuple[dict, dict]]:
         for case in cases(part, options.tiny):
             result, _ = run_case(case, options)
             results.append((case, result))
-            names = ["seconds"] if part == "init" else ["samples/s", "tokens/s", "mfu", "peak_gb"]
+            names = {"init": ["seconds"], "loader": ["tokens/s", "cores"]}
+            names = names.get(part, ["samples/s", "tokens/s", "mfu", "state_gb", "peak_gb"])
             shown = {name: value for name, value in case.items() if name != "kind"}
             yield shown | {name: result.get(name, "") for name in names} | {"note": result.get("note", "")}
 
@@ -268,6 +352,7 @@ def print_claims(results: dict[str, list[tuple[dict, dict]]]) -> None:
         "compile, speed": ("compile", True, False, "tokens/s"),
         "FSDP2, speed of FSDP1's": ("fsdp", 2, 1, "tokens/s"),
         "FSDP2, memory of FSDP1's": ("fsdp", 2, 1, "peak_gb"),
+        "BACKWARD_PRE: 2 to 10% faster, with several GPUs": ("prefetch", "pre", "none", "tokens/s"),
     }
     models, title = ("lm", "t5-base", "t5-3b"), "the documents' claim, or what to expect"
     rows = [
@@ -275,8 +360,9 @@ def print_claims(results: dict[str, list[tuple[dict, dict]]]) -> None:
     ]
     for case, result in results["init"]:
         claim = f"initialization on the device: several times faster; {case['way']}"
-        seconds = f"{result['seconds']:.2f} s" if "seconds" in result else result["note"]
-        rows.append({title: claim, "lm": "", "t5-base": "", "t5-3b": seconds})
+        if "note" in result:
+            continue
+        rows.append({title: claim, "lm": "", "t5-base": "", "t5-3b": f"{result['seconds']:.2f} s"})
     print("\nclaims\n")
     print_table(rows)
 
@@ -296,6 +382,9 @@ def run_scripts(options: argparse.Namespace) -> None:
         recipe += ["--micro-batch-size", 32, "--global-batch-size", 32, "--seq-length", 1024]
         commands.append(["lm_multinode.py", *recipe])
     for script, *flags in commands:
+        if time.monotonic() - BEGAN > 60 * options.minutes:
+            print(f"\n{script} {' '.join(map(str, flags))}: no time left")
+            continue
         began = time.perf_counter()
         try:
             records = run_script(script, *flags, "--device", options.device)
@@ -318,7 +407,7 @@ def main(options: argparse.Namespace) -> None:
         if part == "scripts":
             run_scripts(options)
         elif part == "profile":
-            measured = results["lm-best"] or [(cases("lm-best", options.tiny)[0], {})]
+            measured = results["lm-best"] or [(case, {}) for case in cases("lm-best", options.tiny)]
             case, _ = max(measured, key=lambda pair: pair[1].get("tokens/s", 0))
             print(f"\nprofile of {case}\n\n```\n{run_case(case | {'profile': True}, options)[1]}\n```")
         else:
@@ -335,6 +424,8 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=10, help="in a turn")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of a GPU that lm_multinode.py does not know")
     parser.add_argument("--timeout", type=int, default=240, help="seconds for a row")
+    parser.add_argument("--minutes", type=float, default=24.0, help="after which no row begins")
+    parser.add_argument("--keep", type=Path, help="a file for the results, to go on from after a stop")
     parsed = parser.parse_args()
     parsed.parts = parsed.parts.split(",")
     if unknown := set(parsed.parts) - set(PARTS):

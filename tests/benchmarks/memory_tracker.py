@@ -1,0 +1,125 @@
+"""What one process holds, of which kind, after each operation of a training step: real tensors, or fake ones."""
+
+import functools
+import weakref
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = {  # from below, with their colours in a picture
+    "parameters": "#1f5fbf",
+    "optimizer state": "#656d76",
+    "gathered parameters": "#8fb8ee",
+    "gradients": "#e07b29",
+    "activations and buffers": "#c9d1d9",
+}
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, as they come and go.
+
+    Of each operation `operations` has its name, `phases` the phase that was set, and `totals` the bytes after it.
+    `at`: numbers of operations; `kinds` has the bytes of each kind after these. `optimizer_state`: more tensors that
+    count as such.
+    """
+
+    def __init__(self, model, optimizer, at=(), optimizer_state=()) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer = optimizer
+        self.optimizer_state = list(optimizer_state)
+        self.at = at
+        self.phase = "forward"
+        self.operations, self.phases, self.totals, self.kinds = [], [], [], {}
+
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+        self.sharded = [parameter for group in groups if group for parameter in group.fsdp_params]
+        # FSDP2 gathers into these storages, and frees them by making them empty.
+        self.gathered = {}
+        for parameter in self.sharded:
+            for output in parameter.all_gather_outputs:
+                self.gathered[storage_of(output)._cdata] = storage_of(output)
+
+        self.alive = {}
+        self.alive_bytes = 0
+        for tensor in [*model.buffers(), *self.known()["parameters"], *self.known()["optimizer state"]]:
+            self.watch(tensor)
+        for tensor in self.known()["gradients"]:
+            self.watch(tensor)
+
+    def known(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors that are known by what holds them, but for what is gathered; all others are activations."""
+        parameters = [p.sharded_param for p in self.sharded] or list(self.model.parameters())
+        whole = [p._unsharded_param for p in self.sharded if hasattr(p, "_unsharded_param")]
+        moments = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        accumulated = [p.unsharded_accumulated_grad for p in self.sharded]
+        gradients = [p.grad for p in (*parameters, *whole)] + accumulated
+        return {
+            "parameters": parameters,
+            "optimizer state": moments + self.optimizer_state,
+            "gradients": [gradient for gradient in gradients if gradient is not None],
+        }
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        storage = storage_of(tensor)
+        key = storage._cdata
+        if key in self.alive or key in self.gathered:
+            return
+        size = storage.nbytes()
+        self.alive[key] = weakref.ref(storage, functools.partial(self.forget, key, size))
+        self.alive_bytes += size
+
+    def forget(self, key: int, size: int, _) -> None:
+        del self.alive[key]
+        self.alive_bytes -= size
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        found = dict.fromkeys(KINDS, 0)
+        found["gathered parameters"] = sum(storage.nbytes() for storage in self.gathered.values())
+        seen = set(self.gathered)
+        for kind, tensors in self.known().items():
+            for tensor in tensors:
+                storage = storage_of(tensor)
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    found[kind] += storage.nbytes()
+        total = self.alive_bytes + found["gathered parameters"]
+        found["activations and buffers"] = total - sum(found.values())
+        return found
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.watch(leaf)
+        number = len(self.totals)
+        self.operations.append(str(function))
+        self.phases.append(self.phase)
+        self.totals.append(self.alive_bytes + sum(storage.nbytes() for storage in self.gathered.values()))
+        if number in self.at:
+            self.kinds[number] = self.bytes_by_kind()
+        return result
+
+
+def draw_course(panel, rows: list[list[int]], ends: list[int]) -> None:
+    """The kinds over the operations of a step, with its peak; `ends`: where backward and the optimizer begin."""
+    rows = torch.tensor(rows).double() / 2**30
+    chunk = max(1, len(rows) // 160)  # the most of each few operations
+    shown = torch.stack([part[part.sum(1).argmax()] for part in rows.split(chunk)])
+    x = torch.arange(len(shown)) * chunk / len(rows)
+    panel.stackplot(x, shown.T, labels=list(KINDS), colors=list(KINDS.values()), linewidth=0)
+    for name, end in zip(("backward", "optimizer"), ends, strict=True):
+        panel.axvline(end / len(rows), color="#1f2328", linewidth=0.6)
+        panel.text(end / len(rows), 1.01, name, transform=panel.get_xaxis_transform(), fontsize=7, ha="center")
+    peak = rows.sum(1).max().item()
+    panel.axhline(peak, color="#1f2328", linewidth=0.6, linestyle=":")
+    panel.text(0.01, peak, f" {peak:.2f} GB", fontsize=8, va="bottom")
+    panel.set(xlim=(0, 1), xticks=[])
