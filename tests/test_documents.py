@@ -5,7 +5,6 @@ import shlex
 
 import pytest
 from conftest import ROOT
-from will_it_fit import rows
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Names from the documents, by the section of docs/from-the-documents.md that follows a document: who searches that
@@ -105,12 +104,6 @@ def test_links_inside_the_repository_lead_somewhere(page):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
-
-
-def test_the_page_on_memory_has_the_table_of_its_benchmark():
-    page = (ROOT / "docs" / "will-it-fit.md").read_text()
-    for row in rows():
-        assert f"| {' | '.join(row.values())} |\n" in page
 
 
 def test_anchors_are_githubs(tmp_path):

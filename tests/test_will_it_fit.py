@@ -1,11 +1,12 @@
 """The predicted peak of a training step is what a real one holds: every tensor that is alive, to 1%."""
 
 import json
+import re
 from argparse import Namespace
 
 import pytest
 import will_it_fit
-from conftest import run_many
+from conftest import ROOT, run, run_many
 from memory_tracker import Tracker
 from transformers import AutoTokenizer
 
@@ -91,3 +92,62 @@ def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv
     for name, flags in cases.items():
         found = predict("t5_fsdp.py", (*T5, *data, *flags), 2)
         assert found == pytest.approx(json.loads((tmp_path / name / "peak-0.json").read_text()), rel=0.01), name
+
+
+PAGE = (ROOT / "docs" / "will-it-fit.md").read_text()
+GPU = Namespace(vocabulary=32_000, per_node=8, attention="gpu")
+
+
+def test_the_page_has_what_the_tool_says():
+    """One row of its table; the batch that fits, and the next one, which does not; and the line of its command."""
+    [row] = will_it_fit.table(GPU, ["150m"], [8])
+    assert f"| {' | '.join(map(str, row.values()))} |\n" in PAGE
+    with will_it_fit.traced(*will_it_fit.MODELS["150m"][:1], will_it_fit.MODELS["150m"][1:], GPU) as traced:
+        assert traced.largest_batch(24 * will_it_fit.GB) == int(row["24 GB"].split(" / ")[0])
+    [command] = re.findall(r"^python tests/benchmarks/will_it_fit.py (lm_multinode.py --model 150m.+)$", PAGE, re.M)
+    printed = run("tests/benchmarks/will_it_fit.py", *command.split(), fork=True, timeout=200).stdout
+    peak = printed.splitlines()[-1]
+    assert re.fullmatch(r"peak \d+\.\d\d GB a process", peak) and f"\n{peak}\n" in PAGE
+
+
+def test_sweeps_offload_pictures_and_what_it_does_not_know(tmp_path):
+    tool, tiny = "tests/benchmarks/will_it_fit.py", ("lm_multinode.py", "--model", "tiny", "--num-processes", 4)
+    swept = run(tool, *tiny, "--sweep", "micro-batch-size=1,2", fork=True).stdout
+    sums = [float(line.split("|")[7]) for line in swept.splitlines() if re.match(r"\| [12] ", line)]
+    assert len(sums) == 2 and sums[0] < sums[1]
+    offloaded = run(tool, *tiny, "--cpu-offload", fork=True).stdout
+    assert re.search(r"^\| 0 \| 0 \| ", offloaded, re.M)  # parameters and optimizer are in the CPU's memory
+    assert "FSDP1 is not traced" in run(tool, *tiny, "--fsdp-version", 1, fork=True).stderr
+
+
+def test_a_copy_that_somebody_has_edited_is_traced(tmp_path):
+    """With a layer twice as wide it needs more."""
+    for name in ("common.py", "lm_multinode.py"):
+        text = (ROOT / name).read_text()
+        (tmp_path / name).write_text(text.replace('"intermediate_size": 352', '"intermediate_size": 35200'))
+    flags = ("--model", "tiny", "--num-processes", 2)
+    found = [
+        int(float(run("tests/benchmarks/will_it_fit.py", script, *flags, fork=True).stdout.split()[-4]) * 100)
+        for script in ("lm_multinode.py", tmp_path / "lm_multinode.py")
+    ]
+    assert found[1] > found[0] + 10
+
+
+def test_a_model_that_reads_a_number_is_named_with_its_line(tmp_path):
+    for name in ("common.py", "lm_multinode.py"):
+        text = (ROOT / name).read_text()
+        (tmp_path / name).write_text(
+            text.replace("        loss_sum += loss.detach()\n", "        loss_sum += loss.item()\n")
+        )
+    finished = run("tests/benchmarks/will_it_fit.py", tmp_path / "lm_multinode.py", fork=True)
+    assert finished.returncode == 1 and "Traceback" not in finished.stderr
+    assert re.search(r"lm_multinode.py, line \d+ reads a number .*: loss_sum \+= loss.item\(\)$", finished.stderr, re.M)
+
+
+def test_the_private_names_that_it_needs_are_there():
+    """PyTorch has no public ones for a group that pretends, tensors without memory, and what FSDP2 gathers into."""
+    from torch._subclasses import FakeTensorMode
+    from torch.distributed.fsdp import FSDPModule
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert FakeTensorMode and FakeStore and hasattr(FSDPModule, "_get_fsdp_state")

@@ -21,13 +21,16 @@ import contextlib
 import importlib.util
 import itertools
 import math
+import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import transformers
@@ -45,9 +48,7 @@ T5 = {  # d_model, d_ff, layers, heads, d_kv of google-t5's
     "t5-3b": (1024, 16384, 24, 32, 128),
     "t5-11b": (1024, 65536, 24, 128, 128),
 }
-LLAMAS = lm_multinode.MODELS | {
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-}
+LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 
 
 def state_bytes(num_parameters: int, strategy: str, processes: int, replica: int = 8) -> float:
@@ -56,16 +57,17 @@ def state_bytes(num_parameters: int, strategy: str, processes: int, replica: int
     return (24 if strategy == "DILOCO" else 16) * num_parameters / shards
 
 
-def config_of(args, options) -> transformers.PreTrainedConfig:
+def config_of(script, args, options) -> transformers.PreTrainedConfig:
     """Of `--model`, without weights."""
     name = args.model.removeprefix("google-t5/")
     if name in T5:
         hidden, width, layers, heads, each = T5[name]
         shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
         return transformers.T5Config(**shape, decoder_start_token_id=0)
-    if name in LLAMAS:
-        shape = {"vocab_size": options.vocabulary, "max_position_embeddings": args.seq_length}
-        return transformers.LlamaConfig(**LLAMAS[name], **shape, attn_implementation=lm_multinode.ATTENTION)
+    llamas = {"7b": LLAMA_7B} | getattr(script, "MODELS", {})
+    if name in llamas:
+        shape = llamas[name] | {"vocab_size": options.vocabulary, "max_position_embeddings": args.seq_length}
+        return transformers.LlamaConfig(**shape, attn_implementation=lm_multinode.ATTENTION)
     return transformers.AutoConfig.from_pretrained(args.model)
 
 
@@ -84,7 +86,8 @@ class GpuAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, mask):
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, output, log_sums)
         return output
@@ -113,7 +116,7 @@ class Run:
         if self.args.precision == "auto":
             self.args.precision = "bf16"
         self.is_lm = hasattr(self.args, "micro_batch_size")
-        self.config = config_of(self.args, options)
+        self.config = config_of(self.script, self.args, options)
         self.size = self.args.num_processes or 2
         self.world = common.World(0, 0, self.size, min(self.size, options.per_node), torch.device("cpu"))
 
@@ -235,6 +238,14 @@ def traced(path: str, flags, options):
     """A `Run`, whose group is gone when the block ends."""
     try:
         yield Run(path, list(map(str, flags)), options)
+    except DataDependentOutputException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        not_here = (f"torch{os.sep}", "memory_tracker.py")
+        line = [frame for frame in frames if not any(part in frame.filename for part in not_here)][-1]
+        sys.exit(
+            f"will_it_fit.py: error: {line.filename}, line {line.lineno} reads a number from a tensor, which has none"
+            f" here, and on a GPU waits for it: {line.line}"
+        )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
