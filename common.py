@@ -312,10 +312,11 @@ def first_on_node(world: World):
 class StopRequest:
     """A cluster's SIGTERM, or Ctrl-C: the run saves within two steps and leaves."""
 
-    received = False
+    received = False  # of the class: `fail` asks too
 
     def __init__(self) -> None:
-        self.question = None
+        self.question = None  # the all-reduce that is under way
+        self.answer = None
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
@@ -323,8 +324,8 @@ class StopRequest:
         StopRequest.received = True
 
     def ask(self) -> None:
-        """Begin to ask all ranks, on the CPU. A collective that nobody waits for: the answer is
-        read a step later."""
+        """Start an all-reduce on the CPU, and do not wait for it: `answered` reads it a step later.
+        A collective."""
         self.answer = torch.tensor(int(self.received))
         self.question = dist.all_reduce(self.answer, async_op=True)
 

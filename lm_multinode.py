@@ -96,7 +96,7 @@ PRECISIONS = {
 #
 # Each comment ends with the bytes that a process sends in a step: m micro-batches, n processes, r
 # replicas of s shards each, P bytes of parameters, L of them in layers, G bytes of gradients.
-# Ordered by the memory of a process, least first, on nodes of 8.
+# Ordered by the memory of a process, least first, on one or two nodes of 8.
 RESHARD = {
     # ZeRO-3, parameters are gathered for each forward and backward: (n-1)/n (m (P + L) + G)
     "FULL_SHARD": True,
@@ -114,7 +114,7 @@ RESHARD = {
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")
 
 # Two translations of one plan: every decoder layer is a unit, and so are the embedding and the
-# output layer. What remains is the root unit.
+# output layer, unless they share their weights, which then belong to the root unit.
 
 
 def shard_with_fsdp2(args, world, config) -> nn.Module:
@@ -139,7 +139,7 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
-    for modules in ends_of(model):  # they stay gathered: backward begins with the output layer
+    for modules in ends_of(model):  # they stay gathered from forward to backward, as the root does
         fully_shard(modules, reshard_after_forward=False, **options)
     fully_shard(model, **options)
 
@@ -236,8 +236,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def ends_of(model: nn.Module) -> list[list[nn.Module]]:
-    """What is before the layers and after them, a unit each: while it is gathered or reduced, the
-    layers compute. Not if both use the same weights, which then belong to the root unit."""
+    """Two more units: the embedding, and the last norm with the output layer. While one of them is
+    gathered or reduced, the layers compute. None if both have the same weights."""
     if model.config.tie_word_embeddings:
         return []
     return [[model.model.embed_tokens], [model.model.norm, model.lm_head]]
@@ -280,8 +280,8 @@ def build(args, world, config):
 def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """One step of the optimizer on this rank's part of the global batch.
 
-    Returns this rank's summed loss and the gradient norm, which stay on the device, as to read a
-    number is to wait for it, and the position in this rank's data.
+    Returns this rank's summed loss and the gradient norm, both on the device (reading a number
+    would wait for it), and the position in this rank's data.
     """
     num_micro_batches = args.global_batch_size // (args.micro_batch_size * world.size)
     global_targets = args.global_batch_size * args.seq_length
@@ -294,8 +294,8 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
 
         with gradient_sync(args, world, model, is_last):
             loss = summed_loss(model, micro_batch)
-            # FSDP averages gradients over ranks. Times their number and divided by all targets,
-            # that is the gradient of the mean over the global batch, as if one process held it.
+            # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets:
+            # the gradient of the mean over the global batch, as if one process held it.
             (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -571,8 +571,8 @@ def pack(rows: dict, numbers: list[int], args, tokenizer, seed: list[int]) -> di
 class Batches(IterableDataset):
     """Endless micro-batches, each with the position after it, where a resumed run goes on.
 
-    Every worker of every rank has texts of its own. positions: those of this rank's workers, of
-    which `next_worker` has the next micro-batch.
+    Every worker of every rank has texts of its own. positions: one for each worker of this rank.
+    next_worker: the one whose turn it is.
     """
 
     def __init__(self, args, world, source, tokenizer, positions: list[dict], next_worker: int):
@@ -593,7 +593,7 @@ class Batches(IterableDataset):
         num_shares = self.world.size * num_workers
         if self.source.num_shards % num_shares == 0:
             own = split_dataset_by_node(self.source, share, num_shares)
-        else:  # it would step over packed sequences, not over texts
+        else:  # of other numbers of files, that function would divide packed sequences, not texts
             options = {"share": share, "num_shares": num_shares}
             own = self.source.filter(is_own, with_indices=True, fn_kwargs=options)
 
@@ -629,6 +629,7 @@ class Batches(IterableDataset):
 def batches_on_device(args, world, source, tokenizer, data_position: dict):
     """Yield `Batches` on this rank's device, each with the data position of this rank after it.
     Worker processes pack ahead."""
+    # A new run has the data position {}, a new pass {"pass": 1}: the same for each worker.
     positions = data_position.get("workers", [data_position] * args.num_workers)
     worker = data_position.get("next_worker", 0)
     loader = DataLoader(
@@ -733,7 +734,7 @@ def compare_strategies(args, world, config, log, load_from_start) -> None:
         except torch.OutOfMemoryError as error:
             # Other processes may now wait for this one: nothing can follow.
             raise common.UserError(
-                f"{strategy} runs out of memory, and what follows takes more"
+                f"{strategy} runs out of memory; what follows takes more in most cases"
             ) from error
 
         speed = args.global_batch_size * args.seq_length / seconds

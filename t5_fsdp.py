@@ -214,7 +214,7 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
     or --accumulation-steps of them.
 
     Returns this rank's [summed loss, target tokens, source and target tokens] and the gradient
-    norm. Both stay on the device: to read a number is to wait for it.
+    norm, both on the device: reading a number would wait for it.
     """
     num_targets = (batch["labels"] != -100).sum()
     global_targets = num_targets.clone()
@@ -230,8 +230,8 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
 
         with gradient_sync(args, world, model, is_last):
             loss = summed_loss(model, micro_batch)
-            # FSDP averages gradients over ranks. Times their number and divided by all targets,
-            # that is the gradient of the mean over the global batch, as if one process held it.
+            # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets:
+            # the gradient of the mean over the global batch, as if one process held it.
             scaler.scale(loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 

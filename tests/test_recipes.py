@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import numpy as np
 import pytest
-from conftest import ROOT, VERSIONS, check_curves, make_model, records, run_many, write_csv
+from conftest import ROOT, VERSIONS, check_curves, make_model, records, run_many, succeed, write_csv
 from test_t5_data import load
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     BartConfig,
@@ -322,6 +323,32 @@ def test_gpt2_trains_as_a_plain_loop_does(gpt2, processes, tmp_path, monkeypatch
         assert torch.load(run / "seen-0.pt")["units"] == LAYERS + 1, name
     exported = GPT2LMHeadModel.from_pretrained(runs["fsdp2"] / "model")
     assert after(exported).item() == pytest.approx(after().item(), abs=1e-5)
+
+
+# ---- LM script: write with a checkpoint ---------------------------------------------------------------------------
+def test_a_checkpoint_writes_without_fsdp(tmp_path):
+    """From two processes; its weights are those of the export of the same step."""
+    flags = [
+        "--max-steps",
+        2,
+        "--checkpoint-every",
+        2,
+        "--num-validation-texts",
+        3,
+        "--output-dir",
+        tmp_path / "output",
+    ]
+    run_many("lm_multinode.py", [flags], 2)
+    [code] = re.findall(r"^## LM script: write with .+?^```python\n(.+?)^```$", PAGE, re.M | re.S)
+    assert '"output/lm_multinode"' in code
+    code = code.replace('"output/lm_multinode"', repr(str(tmp_path / "output")))
+    (tmp_path / "write.py").write_text(f"{code}\ntorch.save(model.state_dict(), {str(tmp_path / 'weights.pt')!r})\n")
+    printed = succeed(tmp_path / "write.py", fork=True).stdout
+    assert f"{tmp_path / 'output' / 'checkpoints' / 'step-0000002'}\n The class definition" in printed
+    weights = torch.load(tmp_path / "weights.pt")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "output" / "model").state_dict()
+    assert weights.keys() == exported.keys()
+    assert all(torch.equal(weights[name], exported[name]) for name in weights)
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------

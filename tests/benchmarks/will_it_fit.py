@@ -41,6 +41,7 @@ import common
 import lm_multinode
 
 GB = 2**30
+USABLE = 0.9  # of a GPU's memory: the rest is for what is not counted
 T5 = {  # d_model, d_ff, layers, heads, d_kv of google-t5's
     "t5-small": (512, 2048, 6, 8, 64),
     "t5-base": (768, 3072, 12, 12, 64),
@@ -116,6 +117,7 @@ class Run:
         if self.args.precision == "auto":
             self.args.precision = "bf16"
         self.is_lm = hasattr(self.args, "micro_batch_size")
+        self.global_batch_size = self.args.global_batch_size if self.is_lm else 0
         self.config = config_of(self.script, self.args, options)
         self.size = self.args.num_processes or 2
         self.world = common.World(0, 0, self.size, min(self.size, options.per_node), torch.device("cpu"))
@@ -145,8 +147,9 @@ class Run:
         args = self.args
         if self.is_lm:
             smallest = args.micro_batch_size * self.size
-            if args.global_batch_size % smallest or args.global_batch_size == 0:
-                args.global_batch_size = smallest
+            args.global_batch_size = self.global_batch_size or math.ceil(16 / smallest) * smallest  # as its main
+            if args.global_batch_size % smallest != 0:
+                sys.exit(f"will_it_fit.py: error: --global-batch-size must be a multiple of {smallest}")
             tokens = torch.ones(args.micro_batch_size, args.seq_length, dtype=torch.long)
             return (itertools.repeat(({"input_ids": tokens, "labels": tokens.clone()}, None)),)
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
@@ -210,17 +213,20 @@ class Run:
         }
 
     def set_batch(self, size: int) -> None:
+        """So many samples at once, in a step of one micro-batch."""
         if self.is_lm:
             self.args.micro_batch_size = size
+            self.global_batch_size = size * self.size
         else:
             self.args.batch_size = size
+            self.args.accumulation_steps = 1
 
-    def largest_batch(self, device_bytes: float) -> int:
-        """Found by doubling and halving; 0 if not even one sample fits."""
+    def largest_batch(self, device_gb: float) -> int:
+        """Found by doubling and halving, with a tenth to spare; 0 if not even one sample fits."""
 
         def fits(size: int) -> bool:
             self.set_batch(size)
-            return self.peak() <= device_bytes
+            return self.peak() <= USABLE * device_gb * GB
 
         if not fits(1):
             return 0
@@ -255,14 +261,14 @@ def traced(path: str, flags, options):
 
 
 def row_of(found: dict) -> dict:
-    gb = {kind: found["kinds"][kind] / GB for kind in KINDS}
-    return gb | {"sum": sum(gb.values()), "at": f"{found['phase']}, {found['operation']}"}
+    gb = {f"{kind}, GB": found["kinds"][kind] / GB for kind in KINDS}
+    return gb | {"sum, GB": sum(gb.values()), "at": f"{found['phase']}, {found['operation']}"}
 
 
 def sweep(options, flags: list[str]):
-    """Yield a row for each value of a flag; each choice, if there are no values."""
+    """Yield a row for each value of a flag; of sharding-strategy all, if there are no values."""
     name, _, values = options.sweep.partition("=")
-    values = values.split(",") if values else list(lm_multinode.RESHARD)
+    values = values.split(",") if values else list(load_script(options.script).RESHARD)
     for value in values:
         with traced(options.script, [*flags, f"--{name}", value], options) as run:
             yield {name: value} | row_of(run.predict())
@@ -298,8 +304,9 @@ def table(options, models=tuple(MODELS), gpus=GPUS):
             constant = two - 2 * each
             for device_gb in DEVICE_GB:
                 grows = each > 0
-                largest = ((device_gb * GB - constant[grows]) / each[grows]).min().item()
-                fits = largest >= 1 and constant.max().item() <= device_gb * GB
+                usable = USABLE * device_gb * GB
+                largest = ((usable - constant[grows]) / each[grows]).min().item()
+                fits = largest >= 1 and constant.max().item() <= usable
                 row[f"{device_gb} GB"].append(str(math.floor(largest)) if fits else "-")
         yield {name: " / ".join(value) if isinstance(value, list) else value for name, value in row.items()}
 
@@ -336,14 +343,14 @@ if __name__ == "__main__":
         sys.exit()
     with traced(options.script, more, options) as traced_run:
         if options.device_gb:
-            print(f"largest batch of a process: {traced_run.largest_batch(options.device_gb * GB)}")
+            print(f"largest batch of a process, with a tenth to spare: {traced_run.largest_batch(options.device_gb)}")
             sys.exit()
         prediction = traced_run.predict(points=160 if options.picture else 0)
     print_table([row_of(prediction)])
     if options.picture:
         draw(prediction, options.picture)
     total = sum(prediction["kinds"].values()) / GB
-    sizes = [str(size) for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if total < 0.9 * size]
+    sizes = [str(size) for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if total < USABLE * size]
     print(
         f"traced in {time.perf_counter() - began:.0f} s; with a tenth to spare it fits on GPUs of {', '.join(sizes)} GB"
     )
