@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 class Collectives(TorchDispatchMode):
     """Counts collectives over all processes, by the training step that they belong to or follow, and the bytes that are
-    gathered and reduced inside the second step: in the first the root unit is still gathered from the validation."""
+    gathered and reduced inside the second step: in the first some units are still gathered from the validation."""
 
     def __init__(self):
         super().__init__()
-        self.step, self.in_step, self.counts, self.bytes = 0, False, {}, {}
+        self.step, self.in_step, self.counts, self.bytes, self.order = 0, False, {}, {}, []
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         if operator.namespace == "c10d":
@@ -27,6 +27,7 @@ class Collectives(TorchDispatchMode):
                 ]
                 largest = max(t.nbytes for t in tensors if torch.is_tensor(t))  # whole, not one process's part
                 self.bytes[name] = self.bytes.get(name, 0) + largest
+                self.order.append((name, largest))
         return operator(*arguments, **(options or {}))
 
 
@@ -47,7 +48,7 @@ def count_collectives(script):
         script.train_step = counted_step
         with mode:
             main(args, world)
-        counts = {"steps": mode.counts, "bytes": mode.bytes}
+        counts = {"steps": mode.counts, "bytes": mode.bytes, "order": mode.order}
         (args.output_dir / f"collectives-{world.rank}.json").write_text(json.dumps(counts))
 
     script.main = counted_main

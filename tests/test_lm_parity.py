@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from collectives import count_collectives
 from conftest import CLOSE, VERSIONS, check_curves, curve, fsdp, records, run_many
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import lm_multinode
 from common import World
@@ -165,6 +165,20 @@ def test_a_step_sends_the_bytes_of_the_readme(runs, tmp_path):
             assert counted["reduce_scatter_base"] == pytest.approx(whole, rel=0.01), name
         reduced = {"NO_SHARD": whole, "HYBRID_SHARD": whole / shards, "_HYBRID_SHARD_ZERO2": whole / shards}
         assert counted.get("allreduce", 0) == pytest.approx(reduced.get(name, 0), rel=0.01, abs=1000), name
+
+
+def test_only_the_embedding_is_gathered_before_and_reduced_after_all_computing(tmp_path):
+    """What the layers can overlap with is in other units: the output layer, which is as large."""
+    flags = (*SETTINGS, *FP32, *MICRO, "--max-steps", 2, "--validate-every", 2, "--output-dir", tmp_path)
+    run_many("lm_multinode.py", [flags], PROCESSES, change=count_collectives)
+    order = json.loads((tmp_path / "collectives-0.json").read_text())["order"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    embedding = model.model.embed_tokens.weight.nbytes
+    assert embedding == model.lm_head.weight.nbytes and embedding > 0.25 * sum(p.nbytes for p in model.parameters())
+    gathers, reductions = (
+        [size for name, size in order if name == kind] for kind in ("allgather_base", "reduce_scatter_base")
+    )
+    assert len(reductions) == 4 and gathers[0] == reductions[-1] == pytest.approx(embedding, rel=0.01)
 
 
 # ---- bf16, in launches of its own: what fails here leaves the tests above alone ---------------------------------

@@ -265,10 +265,7 @@ def test_a_process_that_runs_out_of_memory_ends_the_comparison_with_a_sentence(v
     options = (*SMALL, "--compare-strategies", "--no-save-model", "--fsdp-version", version, "--output-dir", tmp_path)
     finished = run("lm_multinode.py", *options, processes=2, fork=True, change=run_out_of_memory)
     assert finished.returncode == 2, finished.stderr[-2000:]
-    assert (
-        "error: SHARD_GRAD_OP runs out of memory; what follows takes more in most cases"
-        in finished.stderr
-    )
+    assert "error: SHARD_GRAD_OP runs out of memory; what follows takes more in most cases" in finished.stderr
     assert "Traceback" not in finished.stderr
     assert [row["strategy"] for row in records(tmp_path, "strategy")] == ["FULL_SHARD", "HYBRID_SHARD", "DILOCO"][
         : 1 + version
