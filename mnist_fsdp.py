@@ -317,7 +317,10 @@ def main(args, world) -> None:
             # Freed tensors leave the process, so that its peak counts what it holds. This takes
             # time, and the shallow network's activations are large beside its parameters.
             M_MMAP_THRESHOLD = -3
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16 if is_large else 2**25)
+            M_MMAP_MAX = -4  # common.py has set it to 0
+            libc = ctypes.CDLL(None)
+            libc.mallopt(M_MMAP_THRESHOLD, 2**16 if is_large else 2**25)
+            libc.mallopt(M_MMAP_MAX, 65536)
 
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same
         model = NETWORKS[network]()
