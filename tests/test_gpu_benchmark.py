@@ -47,6 +47,14 @@ def test_rows_are_measured():
             assert 20 < float(re.search(r"^busy ([\d.]+)% of a step of [\d.]+ ms$", printed, re.M)[1]) < 101
 
 
+def test_the_prediction_stands_beside_the_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_table, "measure_case", lambda case, options: ({"peak_gb": 1.0}, ""))
+    options = SimpleNamespace(keep=None, minutes=1000)
+    result, _ = gpu_table.run_case(gpu_table.cases("lm", tiny=True)[0], options)
+    assert result["peak_gb"] == 1.0 and 0.01 < result["predicted_gb"] < 0.1
+    assert gpu_table.start_prediction(gpu_table.cases("t5-base", tiny=True)[0]) is None
+
+
 def test_the_loader_is_measured_and_a_second_run_keeps_what_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_table, "measure_case", run_forked)
     [case] = gpu_table.cases("loader", tiny=True)

@@ -21,8 +21,9 @@ counts, each with one synchronization at its end. The parts, the most wanted fir
     scripts  each script by its command line, with its own data: the last rows that it reports
 
 MFU is model FLOP/s over the device's bf16 peak, in every precision: for Llama by lm_multinode.py's formula, for T5
-three times what torch's FLOP counter finds in a forward pass. `state_gb` is what the scripts say before they train:
-16 bytes a parameter; what `peak_gb` has more is activations, gathered parameters and buffers.
+three times what torch's FLOP counter finds in a forward pass. `state_gb` is what the scripts say before they train, 16
+bytes a parameter; `predicted_gb` is what will_it_fit.py says, for what `--compile` does not change; `peak_gb` and
+`reserved_gb` are what PyTorch's allocator gave out and held.
 """
 
 import argparse
@@ -288,11 +289,37 @@ def run_case(case: dict, options: argparse.Namespace) -> tuple[dict, str]:
         return kept[json.dumps(case)]
     if time.monotonic() - BEGAN > 60 * options.minutes:
         return {"note": "no time left"}, ""
+    predictor = start_prediction(case)  # on the CPU, while the GPU is measured
     result, printed = measure_case(case, options)
+    if predictor:
+        lines = predictor.communicate()[0].splitlines()
+        if predictor.returncode == 0:
+            result["predicted_gb"] = float(lines[-1].split()[1])
     if options.keep and "failed" not in result.get("note", ""):
         with options.keep.open("a") as file:
             file.write(json.dumps({"case": case, "result": result, "printed": printed}) + "\n")
     return result, printed
+
+
+def start_prediction(case: dict) -> subprocess.Popen | None:
+    """will_it_fit.py for a row, where it knows the model."""
+    if case["kind"] not in ("lm", "t5") or case["fsdp"] == 1 or (case["kind"] == "t5" and case["model"] == "tiny"):
+        return None
+    precision = case["precision"].replace("tf32", "fp32")
+    flags = ["--num-processes", 1, "--precision", precision, "--model", case["model"]]
+    if case["checkpointing"]:
+        flags += ["--activation-checkpointing"]
+    if case["kind"] == "t5":
+        flags = ["t5_fsdp.py", *flags, "--batch-size", case["batch"], "--max-target-length", TARGET]
+    else:
+        tiny = case["model"] == "tiny"
+        batch = ["--micro-batch-size", case["batch"], "--global-batch-size", case["batch"]]
+        flags = ["lm_multinode.py", *flags, *batch, "--seq-length", 128 if tiny else 1024]
+        flags += ["--vocabulary", 2048 if tiny else 32000]
+    tool = Path(__file__).parents[1] / "will_it_fit.py"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the GPU is for the row
+    command = [sys.executable, tool, *flags]
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def measure_case(case: dict, options: argparse.Namespace) -> tuple[dict, str]:
@@ -321,7 +348,8 @@ def run_part(part: str, options: argparse.Namespace) -> list[tuple[dict, dict]]:
             result, _ = run_case(case, options)
             results.append((case, result))
             names = {"init": ["seconds"], "loader": ["tokens/s", "cores"]}
-            names = names.get(part, ["samples/s", "tokens/s", "mfu", "state_gb", "peak_gb"])
+            memory = ["state_gb", "predicted_gb", "peak_gb", "reserved_gb"]
+            names = names.get(part, ["samples/s", "tokens/s", "mfu", *memory])
             shown = {name: value for name, value in case.items() if name != "kind"}
             yield shown | {name: result.get(name, "") for name in names} | {"note": result.get("note", "")}
 
