@@ -92,7 +92,7 @@ import common
 from torch.utils.data import DataLoader
 
 if __name__ == "__main__":
-    batches = iter(DataLoader(range(1000), num_workers=2, worker_init_fn=common.ignore_sigterm))
+    batches = iter(DataLoader(range(1000), num_workers=1, worker_init_fn=common.ignore_sigterm))
     print(next(batches).item())
     sys.exit(3)
 """

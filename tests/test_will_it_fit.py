@@ -31,15 +31,15 @@ def record_peak(script):
 
 
 SHARED = ("--max-steps", 4, "--no-save-model")
-LM = (*SHARED, "--seq-length", 64, "--micro-batch-size", 2, "--num-validation-texts", 20, "--model", "tiny")
+LM = (*SHARED, "--seq-length", 128, "--micro-batch-size", 4, "--num-validation-texts", 20, "--model", "tiny")
 T5 = (*SHARED, "--no-run-validation", "--num-train-samples", 64, "--batch-size", 2)
 T5 = (*T5, "--max-source-length", 16, "--max-target-length", 8)  # every article and summary is longer
-FP32, BF16, ONE = ("--precision", "fp32"), ("--precision", "bf16"), ("--global-batch-size", 8)  # micro-batch a step
+FP32, BF16, ONE = ("--precision", "fp32"), ("--precision", "bf16"), ("--global-batch-size", 16)  # micro-batch a step
 TWO = ("--shards-per-replica", 2)
 CASES = {
     "FULL_SHARD": (*LM, *FP32, *ONE),
     "bf16": (*LM, *BF16, *ONE),
-    "SHARD_GRAD_OP, accumulating": (*LM, *FP32, "--sharding-strategy", "SHARD_GRAD_OP"),
+    "SHARD_GRAD_OP, accumulating": (*LM, *FP32, "--global-batch-size", 32, "--sharding-strategy", "SHARD_GRAD_OP"),
     "NO_SHARD": (*LM, *FP32, *ONE, "--sharding-strategy", "NO_SHARD"),
     "HYBRID_SHARD": (*LM, *FP32, *ONE, "--sharding-strategy", "HYBRID_SHARD", *TWO),
     "DILOCO": (*LM, *FP32, *ONE, "--sharding-strategy", "DILOCO", *TWO, "--local-steps", 2, "--validate-every", 2),
