@@ -348,10 +348,11 @@ def ignore_sigterm(worker: int) -> None:
 
 @atexit.register
 def kill_workers() -> None:
-    """Python ends with a SIGTERM to each process that it has started, and waits for them."""
+    """At its end Python sends daemons a SIGTERM and waits for them: for ever, if they ignore it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler would raise
     for process in multiprocessing.active_children():
-        process.kill()
+        if process.daemon:  # as a DataLoader's workers are
+            process.kill()
 
 
 def choose_precision(name: str, device: torch.device) -> str:

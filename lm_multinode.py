@@ -575,7 +575,9 @@ class Batches(IterableDataset):
     next_worker: the one whose turn it is.
     """
 
-    def __init__(self, args, world, source, tokenizer, positions: list[dict], next_worker: int):
+    def __init__(
+        self, args, world, source, tokenizer, positions: list[dict], next_worker: int
+    ) -> None:
         self.args = args
         self.world = world
         self.source = source

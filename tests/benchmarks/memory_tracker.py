@@ -28,14 +28,15 @@ class Tracker(TorchDispatchMode):
 
     Of each operation `operations` has its name, `phases` the phase that was set, and `totals` the bytes after it.
     `at`: numbers of operations; `kinds` has the bytes of each kind after these. `optimizer_state`: more tensors that
-    count as such.
+    count as such. `offloads`: gradients of shards are then where the shards are, and count as parameters.
     """
 
-    def __init__(self, model, optimizer, at=(), optimizer_state=()) -> None:
+    def __init__(self, model, optimizer, at=(), optimizer_state=(), offloads=False) -> None:
         super().__init__()
         self.model = model
         self.optimizer = optimizer
         self.optimizer_state = list(optimizer_state)
+        self.offloads = offloads
         self.at = at
         self.phase = "forward"
         self.operations, self.phases, self.totals, self.kinds = [], [], [], {}
@@ -50,10 +51,9 @@ class Tracker(TorchDispatchMode):
 
         self.alive = {}
         self.alive_bytes = 0
-        for tensor in [*model.buffers(), *self.known()["parameters"], *self.known()["optimizer state"]]:
-            self.watch(tensor)
-        for tensor in self.known()["gradients"]:
-            self.watch(tensor)
+        for tensors in [model.buffers(), *self.known().values()]:
+            for tensor in tensors:
+                self.watch(tensor)
 
     def known(self) -> dict[str, list[torch.Tensor]]:
         """The tensors that are known by what holds them, but for what is gathered; all others are activations."""
@@ -61,11 +61,12 @@ class Tracker(TorchDispatchMode):
         whole = [p._unsharded_param for p in self.sharded if hasattr(p, "_unsharded_param")]
         moments = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         accumulated = [p.unsharded_accumulated_grad for p in self.sharded]
-        gradients = [p.grad for p in (*parameters, *whole)] + accumulated
+        of_shards = [p.grad for p in parameters if p.grad is not None]
+        of_units = [g for g in [*(p.grad for p in whole), *accumulated] if g is not None]
         return {
-            "parameters": parameters,
+            "parameters": parameters + (of_shards if self.offloads else []),
             "optimizer state": moments + self.optimizer_state,
-            "gradients": [gradient for gradient in gradients if gradient is not None],
+            "gradients": of_units if self.offloads else of_shards + of_units,
         }
 
     def watch(self, tensor: torch.Tensor) -> None:

@@ -174,7 +174,7 @@ class Run:
         with contextlib.ExitStack() as ends:
             ends.enter_context(self.fake)
             arguments = self.arguments()
-            tracker = Tracker(self.model, self.optimizer, at, self.outer_state)
+            tracker = Tracker(self.model, self.optimizer, at, self.outer_state, self.args.cpu_offload)
             torch.Tensor.backward = in_backward
             ends.callback(setattr, torch.Tensor, "backward", backward)
             if self.options.attention == "gpu":
