@@ -121,6 +121,9 @@ def add_checkpoint_flags(group: argparse._ArgumentGroup) -> None:
 # A collective that takes longer fails: some process hangs or has died.
 TIMEOUT = timedelta(minutes=10)
 
+# Seconds in which rank 0 speaks first: an error on another rank often follows from one there.
+HEAD_START = 10
+
 
 class UserError(Exception):
     """Bad input. Its text is one sentence that says what is wrong and what to do."""
@@ -172,12 +175,10 @@ def run(
 def fail(message: str, code: int = 2) -> NoReturn:
     """Print an error on stderr and end this process at once."""
     if os.environ.get("RANK", "0") != "0":
-        # An error here often follows from one on rank 0: that one speaks first, and torchrun then
-        # ends this process.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # once rank 0 has spoken, torchrun ends us
         if StopRequest.received:  # torchrun has asked already
             os._exit(code)
-        time.sleep(10)
+        time.sleep(HEAD_START)
 
     if code == 2:
         message = " ".join(message.split())

@@ -15,6 +15,7 @@ import pytest
 from conftest import check_bad_input, losses, records, run, run_many, succeed
 
 PROCESSES, STEPS, EVERY = 4, 48, 3
+LAST = {1: 12, 2: STEPS}  # of each version
 SETTINGS = (
     *("--seq-length", 32, "--global-batch-size", 16, "--micro-batch-size", 4, "--max-steps", STEPS, "--log-every", 1),
     *("--warmup-steps", 3, "--num-validation-texts", 3, "--validate-every", 1000, "--precision", "fp32"),
@@ -43,13 +44,14 @@ def unfinished(folder, since=0.0):
 def whole(tmp_path_factory):
     """An uninterrupted run with checkpoints of both versions."""
     root = tmp_path_factory.mktemp("faults")
-    folders = {version: root / str(version) for version in (1, 2)}
+    folders = {version: root / str(version) for version in LAST}
     settings = [
-        [*SETTINGS, *SAVING, "--fsdp-version", version, "--output-dir", path] for version, path in folders.items()
+        [*SETTINGS, *SAVING, "--fsdp-version", version, "--max-steps", LAST[version], "--output-dir", path]
+        for version, path in folders.items()
     ]
     run_many("lm_multinode.py", settings, PROCESSES)
-    for folder in folders.values():
-        assert len(losses(folder)) == STEPS and steps_of(folder) == [STEPS - EVERY, STEPS]
+    for version, folder in folders.items():
+        assert len(losses(folder)) == LAST[version] and steps_of(folder) == [LAST[version] - EVERY, LAST[version]]
         assert not (folder / "model").exists()  # --no-save-model
     return folders
 
@@ -86,19 +88,19 @@ def test_ten_kills_at_random_moments_lose_nothing(whole, tmp_path):
     assert losses(tmp_path) == losses(whole[2])
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_unfinished_newest_checkpoint_is_left_for_the_one_before(whole, version, tmp_path):
+@pytest.mark.parametrize("version, last", LAST.items())
+def test_an_unfinished_newest_checkpoint_is_left_for_the_one_before(whole, version, last, tmp_path):
     """As a killed run leaves it. A damaged one is in test_t5_checkpoints.py."""
     shutil.copytree(whole[version], tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / "checkpoints" / f"step-{STEPS:07d}"
+    newest = tmp_path / "checkpoints" / f"step-{last:07d}"
     (newest / ".metadata").unlink()
     (newest / "of a killed run").touch()
-    arguments = (*SETTINGS, *SAVING, "--fsdp-version", version, "--resume", "--output-dir", tmp_path)
-    finished = succeed("lm_multinode.py", *arguments, processes=PROCESSES, fork=True)
-    assert f"from step {STEPS - EVERY}\n" in finished.stdout
-    assert steps_in(tmp_path)[STEPS:] == [STEPS - 2, STEPS - 1, STEPS]
+    arguments = (*SETTINGS, *SAVING, "--fsdp-version", version, "--max-steps", last, "--resume")
+    finished = succeed("lm_multinode.py", *arguments, "--output-dir", tmp_path, processes=PROCESSES, fork=True)
+    assert f"from step {last - EVERY}\n" in finished.stdout
+    assert steps_in(tmp_path)[last:] == [last - 2, last - 1, last]
     assert losses(tmp_path) == losses(whole[version])
-    assert steps_of(tmp_path) == [STEPS - EVERY, STEPS]
+    assert steps_of(tmp_path) == [last - EVERY, last]
     # The folder itself stays: a faster rank, which makes it too, fails when another removes it in that moment.
     assert (newest / "of a killed run").exists()
 

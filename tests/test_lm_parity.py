@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import lm_multinode
 from common import World
 
-PROCESSES, GLOBAL_BATCH, LENGTH, STEPS = 4, 16, 32, 10
+PROCESSES, GLOBAL_BATCH, LENGTH, STEPS = 4, 16, 32, 6
 SETTINGS = (
     *("--seq-length", LENGTH, "--global-batch-size", GLOBAL_BATCH, "--max-steps", STEPS, "--warmup-steps", 3),
     *("--num-validation-texts", 3, "--log-every", 1, "--validate-every", STEPS),

@@ -222,6 +222,7 @@ def test_compile_makes_kernels_and_keeps_the_losses(tied_llama, tmp_path):
 def test_strategies_are_compared(tmp_path, exported):
     """A row for each: the state by its shards, 16 bytes a parameter; the share of the peak by PaLM's formula."""
     options = (*SMALL, "--compare-strategies", "--shards-per-replica", 2, "--peak-tflops", 0.5, "--no-save-model")
+    options = (*options, "--global-batch-size", 8)
     settings = [[*options, "--fsdp-version", version, "--output-dir", tmp_path / f"{version}"] for version in VERSIONS]
     finished = run_many("lm_multinode.py", settings, 4)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers")
@@ -236,7 +237,7 @@ def test_strategies_are_compared(tmp_path, exported):
         from_least_memory = ("FULL_SHARD", "HYBRID_SHARD", *diloco, "SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "NO_SHARD")
         assert tuple(rows) == from_least_memory
         for name, row in rows.items():
-            assert row["tokens/s"] == pytest.approx(16 * 32 / row["step_seconds"])
+            assert row["tokens/s"] == pytest.approx(8 * 32 / row["step_seconds"])
             assert row["mfu"] == pytest.approx(row["tokens/s"] * flops / (4 * 0.5e12))
             shards = {"NO_SHARD": 1, "FULL_SHARD": 4, "SHARD_GRAD_OP": 4}.get(name, 2)
             assert (row["replicas"], row["shards"]) == (4 // shards, shards)
@@ -257,6 +258,7 @@ def run_out_of_memory(script):
         return train_step(args, *arguments)
 
     script.train_step = too_large
+    script.common.HEAD_START = 1  # for rank 0, which has nothing to say
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -79,15 +79,13 @@ def test_the_losses_are_those_of_one_node(one_node, on_two_nodes, name):
 
 
 def test_a_process_on_the_other_node_is_killed_and_torchrun_starts_all_again(nodes, tmp_path):
-    """One process on each node, to save time; so too in the run that it is compared with, as two processes on one node
-    compute with fewer threads each, and on some CPUs with other last digits."""
+    """One process on each node, to save time. The run that it is compared with believes so too: as two processes of one
+    node they would compute with fewer threads each, and on some CPUs with other last digits."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    one_each = ["--nproc_per_node", 1]
-    flags = ("--device", "cpu", *SIZES, *LONG)
-    torchruns = nodes.start_torchrun("lm_multinode.py", *flags, "--output-dir", whole, options=one_each)
-    check(nodes.finish(torchruns, timeout=180))
-    flags = (*flags, "--checkpoint-every", 2, "--output-dir", killed)
-    torchruns = nodes.start_torchrun("lm_multinode.py", *flags, options=[*one_each, "--max-restarts", 2])
+    run_many("lm_multinode.py", [[*SIZES, *LONG, "--output-dir", whole]], 2, per_node=1)
+    flags = ("--device", "cpu", *SIZES, *LONG, "--checkpoint-every", 2, "--output-dir", killed)
+    options = ["--nproc_per_node", 1, "--max-restarts", 2]
+    torchruns = nodes.start_torchrun("lm_multinode.py", *flags, options=options)
     deadline = time.monotonic() + 120
     while not list(killed.glob("checkpoints/*/.metadata")) and time.monotonic() < deadline:
         time.sleep(0.01)
