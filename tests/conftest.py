@@ -18,7 +18,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": CACHES.name}
 import torch
 
 import pytest
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
@@ -173,12 +173,16 @@ def articles_csv(tmp_path_factory):
     return write_csv(tmp_path_factory.mktemp("data") / "articles.csv", [common.builtin_article(i) for i in range(200)])
 
 
-def make_model(folder, dropout=0.0, **changes):
-    """Write a tiny T5 with random weights and a tokenizer, as `from_pretrained` reads them."""
+def make_tokenizer(folder):
+    """Of the built-in articles."""
     articles = [common.builtin_article(index) for index in range(100)]
     texts = (text for article in articles for text in (article["text"], article["headline"]))
-    tokenizer = common.train_tokenizer(texts, 1000, append_eos=True)
-    tokenizer.save_pretrained(folder)
+    common.train_tokenizer(texts, 1000, append_eos=True).save_pretrained(folder)
+
+
+def make_model(folder, dropout=0.0, **changes):
+    """Write a tiny T5 with random weights and a tokenizer, as `from_pretrained` reads them."""
+    make_tokenizer(folder)
     torch.manual_seed(0)
     shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": dropout} | changes
     config = T5Config(vocab_size=1024, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **shape)
@@ -187,6 +191,21 @@ def make_model(folder, dropout=0.0, **changes):
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     model.save_pretrained(folder)
     return folder
+
+
+def make_llama(folder, **changes):
+    """Write a tiny Llama with random weights and a tokenizer."""
+    make_tokenizer(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | changes
+    config = LlamaConfig(vocab_size=1024, initializer_range=0.2, eos_token_id=1, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")

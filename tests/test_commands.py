@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch.distributed.run import get_args_parser
 
 import pytest
-from conftest import ROOT, SCRIPTS, make_model, run, write_csv, write_mnist
+from conftest import ROOT, SCRIPTS, make_llama, make_model, run, write_csv, write_mnist
 from first_step import DONE
 from test_lm_data import write_shards
 
@@ -33,12 +33,12 @@ LEAST = {
     "docs/multi-node.md": 4,
     "docs/results.md": 7,
     "docs/will-it-fit.md": 2,
-    "docs/your-model-and-data.md": 3,
+    "docs/your-model-and-data.md": 8,
 }
 PLACEHOLDERS = ("SCRIPT.py",)  # any of the scripts
 NOT_HERE = ("T5_training.py",)  # the tutorial's
-# These need a diff that is printed above them. test_recipes.py applies it and trains them.
-RECIPES = ("facebook/bart-base", "openai-community/gpt2")
+# These need a diff that is printed above them. Other tests apply it and train them.
+RECIPES = ("facebook/bart-base", "openai-community/gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct")
 
 ON_GPUS = 8  # processes that `python SCRIPT.py` starts on a node of 8 GPUs, and at most on a node
 ON_A_CPU = 2
@@ -237,7 +237,10 @@ def folder(tmp_path_factory):
         write_shards(root / "c4" / part, counts)
         for path in (root / "c4" / part).iterdir():
             path.rename(root / "c4" / path.name.replace("train", part))
-    make_model(root / "google-t5" / "t5-base", num_layers=1)
+    for name in ("google-t5/t5-base", "google/flan-t5-base"):
+        make_model(root / name, num_layers=1)
+    for name in ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-0.6B"):
+        make_llama(root / name, max_position_embeddings=1024)
     texts = [article["text"] for article in articles]
     tokenizer = common.train_tokenizer(texts, 300, append_eos=False)
     tokenizer.save_pretrained(root / "mistralai" / "Mistral-7B-v0.1")  # its model is not used

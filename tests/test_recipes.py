@@ -1,6 +1,7 @@
 """docs/your-model-and-data.md: every diff applies to the scripts, and what they then do is what the page says."""
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -9,11 +10,13 @@ import subprocess
 import sys
 from argparse import Namespace
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+import draw_trace
 import numpy as np
 import pytest
 from conftest import CLOSE, ROOT, VERSIONS, check_curves, make_model, records, run_many, succeed, write_csv
@@ -39,7 +42,15 @@ DIFFS = {
     for title, text in re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", PAGE, re.M | re.S)
     for diff in re.findall(r"^```diff\n(.+?)^```$", text, re.M | re.S)
 }
-SEQ2SEQ, METRIC, SCHEDULE, GPT2, BOARD = DIFFS
+SEQ2SEQ, METRIC, SCHEDULE, LORA_T5, GPT2, LORA_LM, CHAT, BOARD, WANDB, PROFILER, SNAPSHOT = DIFFS
+
+
+FEW_STEPS = ("--max-steps", 3, "--log-every", 1, "--num-validation-texts", 3, "--seq-length", 32, "--no-save-model")
+
+
+def require(package):
+    if not find_spec(package):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{package} is not installed")
 
 
 def observe(script):
@@ -342,10 +353,74 @@ def test_a_checkpoint_writes_without_fsdp(tmp_path):
     assert all(torch.equal(weights[name], exported[name]) for name in weights)
 
 
+# ---- Weights & Biases ------------------------------------------------------------------------------------------
+def read_wandb(path):
+    """The records of a .wandb file: LevelDB's log, in blocks of 32 KiB, of Protocol Buffers."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, parts = path.read_bytes(), 7, b""  # after its header
+    while place + 7 <= len(data):
+        if (left := 2**15 - place % 2**15) < 7:  # too few for a header
+            place += left
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        place += 7 + length
+        parts += data[place - length : place]
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def test_weights_and_biases_has_every_value(tmp_path):
+    require("wandb")
+    flags = [*FEW_STEPS, "--output-dir", tmp_path / "output"]
+    folder = patched(tmp_path / "copy", WANDB)
+    run_many(folder / "lm_multinode.py", [flags], 2, fork=False, WANDB_MODE="offline", WANDB_SILENT="true")
+    [file] = (tmp_path / "output").glob("wandb/offline-run-*/*.wandb")
+    logged = {}
+    for record in read_wandb(file):
+        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for name, value in row.items():
+            logged.setdefault(name, {})[row["_step"]] = value
+    for name in ("loss", "val_loss", "grad_norm", "lr", "tokens/s", "perplexity"):
+        written = {row["step"]: row[name] for row in records(tmp_path / "output", name)}
+        assert len(written) >= 2 and logged[name] == pytest.approx(written), name
+
+
+# ---- Where time and memory go ----------------------------------------------------------------------------------
+def test_a_trace_has_steps_and_units(tmp_path):
+    """Of every rank, and the picture is drawn from it."""
+    flags = [*FEW_STEPS, "--max-steps", 14, "--output-dir", tmp_path]
+    folder = patched(tmp_path / "copy", PROFILER)
+    run_many(folder / "lm_multinode.py", [flags], 2)
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace-{rank}.json").read_text())["traceEvents"]
+        names = [event["name"] for event in events]
+        assert [name for name in names if name.startswith("ProfilerStep")] == ["ProfilerStep#11", "ProfilerStep#12"]
+        assert names.count("FSDP::all_gather (model.layers.1)") == 2 * 2 * 2  # steps, micro-batches, passes
+    found = draw_trace.spans(*draw_trace.read_step(tmp_path / "trace-0.json")[:2])
+    assert {kind for _, kind in found} == set(draw_trace.KINDS)
+    assert all(begin >= 0 and length > 0 for places in found.values() for begin, length in places)
+
+
+def note_snapshots(script):
+    """What the recipe asks of CUDA's allocator, where there is none."""
+    calls = []
+    torch.cuda.memory._record_memory_history = lambda: calls.append("record")
+    torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_text(" ".join(calls))
+
+
+def test_a_snapshot_is_written_in_the_third_step(tmp_path):
+    """PyTorch has both functions; on a GPU they are called as here."""
+    assert torch.cuda.memory._record_memory_history and torch.cuda.memory._dump_snapshot
+    folder = patched(tmp_path / "copy", SNAPSHOT)
+    run_many(folder / "lm_multinode.py", [[*FEW_STEPS, "--output-dir", tmp_path]], 2, change=note_snapshots)
+    assert [(tmp_path / f"memory-{rank}.pickle").read_text() for rank in range(2)] == ["record", "record"]
+
+
 # ---- TensorBoard -----------------------------------------------------------------------------------------------
 def test_tensorboard_has_every_value(tiny_model, articles_csv, tmp_path):
-    if not find_spec("tensorboard"):
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("tensorboard is not installed")
+    require("tensorboard")
     arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 16, "--batch-size", 8]
     arguments += ["--epochs", 2, "--log-every", 1, "--max-target-length", SUMMARY, "--no-save-model"]
     settings = [[*arguments, "--output-dir", tmp_path / "output"]]

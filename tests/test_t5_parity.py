@@ -40,8 +40,8 @@ LOW_PRECISION = {
 }
 
 
-def train_plainly(tiny_model, articles_csv, clip):
-    """Validate, make STEPS optimizer steps, and validate again, without FSDP: the records of a run."""
+def train_plainly(tiny_model, articles_csv, clip, prepare=lambda model: model):
+    """Validate, make STEPS optimizer steps, and validate again, without FSDP: the records of a run, and the model."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
 
     def features(rows):
@@ -52,7 +52,7 @@ def train_plainly(tiny_model, articles_csv, clip):
 
     train, validation = map(features, load(articles_csv))
     collate = DataCollatorForSeq2Seq(tokenizer)
-    model = T5ForConditionalGeneration.from_pretrained(tiny_model)
+    model = prepare(T5ForConditionalGeneration.from_pretrained(tiny_model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def loss_of(samples):
@@ -77,7 +77,7 @@ def train_plainly(tiny_model, articles_csv, clip):
         result["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         optimizer.step()
         result["losses"].append(loss.item())
-    return result | {"after": validate()}
+    return result | {"after": validate(), "model": model}
 
 
 @pytest.fixture(scope="session")

@@ -7,28 +7,7 @@ from argparse import Namespace
 import pytest
 import will_it_fit
 from conftest import ROOT, run, run_many
-from memory_tracker import Tracker
-from transformers import AutoTokenizer
-
-
-def record_peak(script):
-    """Write the most bytes that the tensors of this rank take in a step. The least of three steps after the first:
-    gloo's threads may hold for a moment what they have sent."""
-    train_step, peaks, outers = script.train_step, [], []
-    if hasattr(script, "OuterOptimizer"):
-        outer_optimizer = script.OuterOptimizer
-        script.OuterOptimizer = lambda *arguments: outers.append(outer_optimizer(*arguments)) or outers[-1]
-
-    def recorded_step(args, world, model, optimizer, *rest):
-        state = [tensor for outer in outers for tensor in (*outer.shared, *outer.momentum)]
-        with Tracker(model, optimizer, optimizer_state=state) as tracker:
-            result = train_step(args, world, model, optimizer, *rest)
-        peaks.append(max(tracker.totals))
-        (args.output_dir / f"peak-{world.rank}.json").write_text(json.dumps(min(peaks[1:], default=0)))
-        return result
-
-    script.train_step = recorded_step
-
+from memory_tracker import record_peak
 
 SHARED = ("--max-steps", 4, "--no-save-model")
 LM = (*SHARED, "--seq-length", 128, "--micro-batch-size", 4, "--num-validation-texts", 20, "--model", "tiny")
@@ -47,45 +26,38 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    """How many tokens the built-in texts give the tiny Llama."""
-    folder = tmp_path_factory.mktemp("tokens")
-    run_many("lm_multinode.py", [[*LM, "--max-steps", 1, "--save-model", "--output-dir", folder]], 1)
-    return len(AutoTokenizer.from_pretrained(folder / "model"))
-
-
-def test_the_prediction_is_what_a_real_step_of_the_llama_holds(tokens, tmp_path):
+def test_the_prediction_is_what_a_real_step_of_the_llama_holds(tmp_path):
     settings = [[*flags, "--output-dir", tmp_path / name] for name, flags in CASES.items()]
     run_many("lm_multinode.py", settings, 4, change=record_peak)
     for name, flags in CASES.items():
-        found = predict("lm_multinode.py", flags, 4, tokens)
-        assert found == pytest.approx(json.loads((tmp_path / name / "peak-0.json").read_text()), rel=0.01), name
+        check("lm_multinode.py", flags, 4, tmp_path / name)
 
 
-def predict(script, flags, processes, vocabulary=0):
-    """As on this CPU."""
-    options = Namespace(vocabulary=vocabulary, per_node=processes, attention="cpu")
+def check(script, flags, processes, folder):
+    """The prediction for a CPU is what this run of rank 0 held."""
+    held = json.loads((folder / "peak-0.json").read_text())
+    options = Namespace(vocabulary=held["vocabulary"], per_node=processes, attention="cpu")
     with will_it_fit.traced(script, [*flags, "--num-processes", processes], options) as run:
-        return run.peak()
+        assert run.peak() == pytest.approx(held["peak"], rel=0.01), folder.name
 
 
 def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv, tmp_path):
+    """The last one is the model that the script makes itself."""
     cases = {
         f"{precision} {strategy} {' '.join(more)}": ("--sharding-strategy", strategy, "--precision", precision, *more)
         for strategy, precision, more in (
             ("FULL_SHARD", "fp32", ()),
             ("SHARD_GRAD_OP", "bf16", ()),
             ("FULL_SHARD", "grad-bf16", ("--accumulation-steps", "2")),
-            ("FULL_SHARD", "fp32", ("--activation-checkpointing",)),
+            ("FULL_SHARD", "fp32", ("--activation-checkpointing", "--backward-prefetch", "none")),
         )
     }
-    data = ("--model", tiny_model, "--dataset", articles_csv)
-    settings = [[*T5, *data, *flags, "--output-dir", tmp_path / name] for name, flags in cases.items()]
+    cases = {name: ("--model", tiny_model, "--dataset", articles_csv, *flags) for name, flags in cases.items()}
+    cases["builtin"] = ("--precision", "fp32")
+    settings = [[*T5, *flags, "--output-dir", tmp_path / name] for name, flags in cases.items()]
     run_many("t5_fsdp.py", settings, 2, change=record_peak)
     for name, flags in cases.items():
-        found = predict("t5_fsdp.py", (*T5, *data, *flags), 2)
-        assert found == pytest.approx(json.loads((tmp_path / name / "peak-0.json").read_text()), rel=0.01), name
+        check("t5_fsdp.py", (*T5, *flags), 2, tmp_path / name)
 
 
 PAGE = (ROOT / "docs" / "will-it-fit.md").read_text()
@@ -97,15 +69,25 @@ def test_the_page_has_what_the_tool_says():
     [row] = will_it_fit.table(GPU, ["150m"], [8])
     assert f"| {' | '.join(map(str, row.values()))} |\n" in PAGE
     script, *flags = will_it_fit.MODELS["150m"]
+    largest = int(row["24 GB"].split(" / ")[0])
     with will_it_fit.traced(script, [*flags, "--num-processes", 8], GPU) as traced:
-        assert traced.largest_batch(24) == int(row["24 GB"].split(" / ")[0])
+        for size in (largest, largest + 1):
+            traced.set_batch(size)
+            assert (traced.peak() <= will_it_fit.USABLE * 24 * will_it_fit.GB) == (size == largest)
     [command] = re.findall(r"^python tests/benchmarks/will_it_fit.py (lm_multinode.py --model 150m.+)$", PAGE, re.M)
     printed = run("tests/benchmarks/will_it_fit.py", *command.split(), fork=True, timeout=200).stdout
     peak = printed.splitlines()[-1]
     assert re.fullmatch(r"peak \d+\.\d\d GB a process", peak) and f"\n{peak}\n" in PAGE
 
 
-def test_sweeps_offload_pictures_and_what_it_does_not_know(tmp_path):
+def test_the_largest_batch_fits_and_the_next_does_not():
+    with will_it_fit.traced("lm_multinode.py", ["--model", "tiny", "--num-processes", 4], GPU) as traced:
+        size = traced.largest_batch(1)
+        peaks = [traced.set_batch(each) or traced.peak() for each in (size, size + 1)]
+    assert size > 4 and peaks[0] <= will_it_fit.USABLE * will_it_fit.GB < peaks[1]
+
+
+def test_sweeps_offload_and_what_it_does_not_know():
     tool, tiny = "tests/benchmarks/will_it_fit.py", ("lm_multinode.py", "--model", "tiny", "--num-processes", 4)
     swept = run(tool, *tiny, "--sweep", "micro-batch-size=1,4", fork=True).stdout
     rows = [line.split("|") for line in swept.splitlines() if re.match(r"\| [14] ", line)]
@@ -114,6 +96,7 @@ def test_sweeps_offload_pictures_and_what_it_does_not_know(tmp_path):
     assert float(rows[0][5]) > 3 * float(rows[1][5]) and float(rows[0][6]) < float(rows[1][6])
     offloaded = run(tool, *tiny, "--cpu-offload", fork=True).stdout
     assert re.search(r"^\| 0 \| 0 \| ", offloaded, re.M)  # parameters and optimizer are in the CPU's memory
+    assert "absent cannot be read: " in run(tool, "t5_fsdp.py", "--model", "absent", fork=True).stderr.splitlines()[-1]
     assert "FSDP1 is not traced" in run(tool, *tiny, "--fsdp-version", 1, fork=True).stderr
 
 

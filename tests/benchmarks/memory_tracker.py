@@ -1,6 +1,7 @@
 """What one process holds, of which kind, after each operation of a training step: real tensors, or fake ones."""
 
 import functools
+import json
 import weakref
 
 import torch
@@ -108,6 +109,51 @@ class Tracker(TorchDispatchMode):
         if number in self.at:
             self.kinds[number] = self.bytes_by_kind()
         return result
+
+
+class TrackerWithoutGloo(Tracker):
+    """Leaves out the copy of a unit's gradients that gloo reduce-scatters, and NCCL does not make.
+
+    It is made where no operation shows, and shows when it is split.
+    """
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        follows_reduce_scatter = self.operations[-1:] == ["c10d._reduce_scatter_base_.default"]
+        self.is_gloos = follows_reduce_scatter and function is torch.ops.aten.split.Tensor
+        return super().__torch_dispatch__(function, types, arguments, options)
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        if not getattr(self, "is_gloos", False):
+            super().watch(tensor)
+
+
+def record_peak(script) -> None:
+    """For tests/forked.py: every rank writes the most bytes that its tensors take in a training step, and the model's
+    vocabulary, to `peak-RANK.json`. The least of the steps after the first: gloo's threads may hold for a moment what
+    they have sent. With --cpu-offload it is the most that is not in the CPU's memory, as will_it_fit.py has it.
+    """
+    train_step, peaks, outers = script.train_step, [], []
+    if hasattr(script, "OuterOptimizer"):
+        outer_optimizer = script.OuterOptimizer
+        script.OuterOptimizer = lambda *arguments: outers.append(outer_optimizer(*arguments)) or outers[-1]
+
+    def recorded_step(args, world, model, optimizer, *rest):
+        of_outer = [tensor for outer in outers for tensor in (*outer.shared, *outer.momentum)]
+        at = range(10**9) if args.cpu_offload else ()
+        with TrackerWithoutGloo(model, optimizer, at, of_outer, args.cpu_offload) as tracker:
+            result = train_step(args, world, model, optimizer, *rest)
+        peaks.append(max(without_state(tracker)) if args.cpu_offload else max(tracker.totals))
+        found = {"peak": min(peaks[1:], default=0), "vocabulary": model.config.vocab_size}
+        (args.output_dir / f"peak-{world.rank}.json").write_text(json.dumps(found))
+        return result
+
+    script.train_step = recorded_step
+
+
+def without_state(tracker: Tracker) -> list[int]:
+    """The bytes after each operation without parameters and optimizer state."""
+    kinds = tracker.kinds.values()
+    return [sum(each.values()) - each["parameters"] - each["optimizer state"] for each in kinds]
 
 
 def draw_course(panel, rows: list[list[int]], ends: list[int]) -> None:

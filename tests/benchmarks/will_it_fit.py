@@ -19,6 +19,7 @@ buffers, the allocator's rounding and fragmentation; none of it was measured, as
 import argparse
 import contextlib
 import importlib.util
+import io
 import itertools
 import math
 import os
@@ -58,8 +59,12 @@ def state_bytes(num_parameters: int, strategy: str, processes: int, replica: int
     return (24 if strategy == "DILOCO" else 16) * num_parameters / shards
 
 
-def config_of(script, args, options) -> transformers.PreTrainedConfig:
+def config_of(script, args, world, options) -> transformers.PreTrainedConfig:
     """Of `--model`, without weights."""
+    if args.model == "builtin":  # T5's, with as many words as its tokenizer learns
+        with contextlib.redirect_stdout(io.StringIO()):
+            articles, _ = common.load_articles(args.model, "text", "headline", args.max_summary_share)
+        return script.load_config_and_tokenizer(args, world, articles)[0]
     name = args.model.removeprefix("google-t5/")
     if name in T5:
         hidden, width, layers, heads, each = T5[name]
@@ -69,7 +74,10 @@ def config_of(script, args, options) -> transformers.PreTrainedConfig:
     if name in llamas:
         shape = llamas[name] | {"vocab_size": options.vocabulary, "max_position_embeddings": args.seq_length}
         return transformers.LlamaConfig(**shape, attn_implementation=lm_multinode.ATTENTION)
-    return transformers.AutoConfig.from_pretrained(args.model)
+    try:
+        return transformers.AutoConfig.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"will_it_fit.py: error: --model {args.model} cannot be read: {' '.join(str(error).split())}")
 
 
 def load_script(path: str):
@@ -118,7 +126,6 @@ class Run:
             self.args.precision = "bf16"
         self.is_lm = hasattr(self.args, "micro_batch_size")
         self.global_batch_size = self.args.global_batch_size if self.is_lm else 0
-        self.config = config_of(self.script, self.args, options)
         self.size = self.args.num_processes or 2
         self.world = common.World(0, 0, self.size, min(self.size, options.per_node), torch.device("cpu"))
 
@@ -129,6 +136,7 @@ class Run:
         self.script.load_weights = lambda args, world, model, whole: model.to_empty(device="cpu")
         self.script.common.first_on_node = lambda world: contextlib.nullcontext()
 
+        self.config = config_of(self.script, self.args, self.world, options)
         self.fake = FakeTensorMode()
         self.outer_state = []
         with self.fake:
