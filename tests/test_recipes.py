@@ -19,7 +19,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 import draw_trace
 import numpy as np
 import pytest
-from conftest import CLOSE, ROOT, VERSIONS, check_curves, make_model, records, run_many, succeed, write_csv
+import tried_shapes
+from conftest import CLOSE, ROOT, VERSIONS, check_curves, curve, make_model, records, run_many, succeed, write_csv
+from shared import cell
 from test_t5_data import load
 from transformers import (
     AutoModelForCausalLM,
@@ -143,6 +145,33 @@ def test_the_places_that_the_table_names_are_there():
         for name in re.findall(r"`(.+?)`", cells):
             module, _, function = name.rpartition(".")
             assert function in ((ROOT / f"{module}.py").read_text() if module else text), (script, name)
+
+
+# ---- Models of the Hub -----------------------------------------------------------------------------------------
+def test_the_table_of_models_has_their_sizes():
+    rows = re.findall(r"^\| (\S+/\S+) \| ([\d,]+) \| (\S+) \| (\S+) \|", PAGE, re.M)
+    assert len(rows) >= 10
+    for name, *printed in rows:
+        config, file_bytes = tried_shapes.MODELS[name]
+        script = t5_fsdp if tried_shapes.is_t5(config) else lm_multinode
+        count = script.empty_model(config).num_parameters()
+        assert printed == [f"{count:,}", cell(count * file_bytes / 1e9), cell(16 * count / 2**30)], name
+
+
+def test_models_of_the_hub_train(tmp_path):
+    """Two of the table: one that normalizes queries and keys, and one that attends to 512 tokens, and not one more."""
+    names = ("Qwen/Qwen3-0.6B", "google/gemma-3-270m")
+    runs = []
+    for name in names:
+        config, _ = tried_shapes.MODELS[name]
+        tried_shapes.write_model(config, tmp_path / name / "model")
+        script, flags, _ = tried_shapes.run_of(config, tmp_path / name)
+        runs.append([*flags, "--no-save-model"])
+    run_many(script, runs, 2)
+    for name in names:
+        assert len(curve(tmp_path / name / "output")) == 2
+    finished = run_many(script, [[*flags, "--seq-length", 513]], 2, check=False)
+    assert finished.returncode == 2 and "attends to 512 tokens only; --seq-length must not be longer" in finished.stderr
 
 
 # ---- T5 script: BART and M2M100 --------------------------------------------------------------------------------

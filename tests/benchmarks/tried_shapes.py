@@ -143,18 +143,21 @@ def write_model(config, folder: Path) -> None:
     common.train_tokenizer(texts, 1000, append_eos=is_t5(config)).save_pretrained(folder)
 
 
-def train(config, folder: Path) -> str:
-    """Two steps; "trains", or the sentence that says why not."""
-    flags = ["--model", folder / "model", "--max-steps", 2, "--log-every", 1, "--num-processes", 2, "--device", "cpu"]
-    flags += ["--output-dir", folder / "output"]
+def run_of(config, folder: Path) -> tuple[str, list, Path]:
+    """The script, its flags for two short steps, and where it exports to."""
+    flags = ["--model", folder / "model", "--max-steps", 2, "--log-every", 1, "--output-dir", folder / "output"]
     if is_t5(config):
-        script, exported = "t5_fsdp.py", folder / "output" / "best"
         flags += ["--num-train-samples", 8, "--batch-size", 2, "--epochs", 1, "--no-run-validation"]
         flags += ["--max-source-length", 32, "--max-target-length", 16]
-    else:
-        script, exported = "lm_multinode.py", folder / "output" / "model"
-        flags += ["--seq-length", 64, "--micro-batch-size", 1, "--global-batch-size", 2, "--num-validation-texts", 2]
-    command = [sys.executable, ROOT / script, *map(str, flags)]
+        return "t5_fsdp.py", flags, folder / "output" / "best"
+    flags += ["--seq-length", 64, "--micro-batch-size", 1, "--global-batch-size", 2, "--num-validation-texts", 2]
+    return "lm_multinode.py", flags, folder / "output" / "model"
+
+
+def train(config, folder: Path) -> str:
+    """Two steps; "trains", or the sentence that says why not."""
+    script, flags, exported = run_of(config, folder)
+    command = [sys.executable, ROOT / script, *map(str, flags), "--num-processes", "2", "--device", "cpu"]
     finished = subprocess.run(command, capture_output=True, text=True)
     if finished.returncode:
         [error] = re.findall(r"error: (.+)", finished.stderr)[:1] or finished.stderr.splitlines()[-1:]
