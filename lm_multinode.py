@@ -822,7 +822,12 @@ def parse_args():
 
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default="tiny", help="tiny, 150m, 1b; or a Llama-like one: a Hub name, a folder")
-    add("--dataset", default=["builtin"], nargs="+", help="builtin; c4; .json.gz or .parquet; Hub")
+    add(
+        "--dataset",
+        default=["builtin"],
+        nargs="+",
+        help="builtin; c4; .json(l)(.gz), .parquet; Hub",
+    )
     add("--text-column", default="text", help="of the dataset")
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
     add("--num-validation-texts", default=500, type=size, help="held out of the dataset, at most")

@@ -13,13 +13,12 @@ import torch.nn.functional as F
 import numpy as np
 import pytest
 from conftest import CLOSE, curve, fsdp, run_many
-from test_recipes import DIFFS, patched
+from test_recipes import CHAT, LORA_LM, patched
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import common
 import lm_multinode
 
-[CHAT] = [title for title in DIFFS if "chat" in title]
 TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.content }}</s>{% endfor %}\
 {% if add_generation_prompt %}[assistant]{% endif %}"""
 PROCESSES, STEPS, LENGTH = 2, 3, 192
@@ -141,5 +140,25 @@ def test_a_template_that_changes_earlier_messages_is_refused(data, tmp_path):
     script = load_copy(patched(tmp_path / "copy", CHAT))
     tokenizer = AutoTokenizer.from_pretrained(data / "model")
     tokenizer.chat_template = "{{ messages | length }} " + TEMPLATE
-    with pytest.raises(ValueError, match="changes earlier messages"):
+    with pytest.raises(common.UserError, match="changes earlier messages"):
         script.encode(conversation(1), tokenizer)
+
+
+def test_conversations_without_an_answer_are_left_out(data, tmp_path, monkeypatch):
+    """A block of records may have no other; and one may begin with an assistant, who has no prompt then."""
+    script = load_copy(patched(tmp_path / "copy", CHAT))
+    monkeypatch.setattr(sys, "argv", ["", "--text-column", "messages", "--seq-length", str(LENGTH)])
+    args, tokenizer = script.parse_args(), AutoTokenizer.from_pretrained(data / "model")
+    question, answer = conversation(1)[:2]
+    records = [json.dumps({"messages": messages}) for messages in ([question], [answer], [question, answer])]
+    assert script.pack({"text": records[:2]}, [0], args, tokenizer, [0])["labels"].shape == (0, LENGTH)
+    [labels] = script.pack({"text": records}, [0], args, tokenizer, [0])["labels"]
+    assert tokenizer.decode(labels[labels != -100]).split() == f"{answer['content']}</s>".split()
+
+
+def test_lora_applies_on_top(data, tmp_path):
+    folder = patched(tmp_path / "copy", CHAT, LORA_LM)
+    arguments = ["--model", data / "model", "--dataset", data / "chats.jsonl", "--text-column", "messages"]
+    arguments += ["--seq-length", LENGTH, "--max-steps", 2, "--num-validation-texts", 8, "--output-dir", tmp_path]
+    run_many(folder / "lm_multinode.py", [arguments], PROCESSES)
+    assert (tmp_path / "model" / "adapter_model.safetensors").exists()

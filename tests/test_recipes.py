@@ -155,7 +155,7 @@ def test_the_table_of_models_has_their_sizes():
         config, file_bytes = tried_shapes.MODELS[name]
         script = t5_fsdp if tried_shapes.is_t5(config) else lm_multinode
         count = script.empty_model(config).num_parameters()
-        assert printed == [f"{count:,}", cell(count * file_bytes / 1e9), cell(16 * count / 2**30)], name
+        assert printed == [f"{count:,}", cell(count * file_bytes / 2**30), cell(16 * count / 2**30)], name
 
 
 def test_models_of_the_hub_train(tmp_path):

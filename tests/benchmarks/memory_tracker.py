@@ -2,6 +2,7 @@
 
 import functools
 import json
+import statistics
 import weakref
 
 import torch
@@ -129,8 +130,8 @@ class TrackerWithoutGloo(Tracker):
 
 def record_peak(script) -> None:
     """For tests/forked.py: every rank writes the most bytes that its tensors take in a training step, and the model's
-    vocabulary, to `peak-RANK.json`. The least of the steps after the first: gloo's threads may hold for a moment what
-    they have sent. With --cpu-offload it is the most that is not in the CPU's memory, as will_it_fit.py has it.
+    vocabulary, to `peak-RANK.json`. The median of the steps after the first: what gloo's threads still hold varies a
+    little. With --cpu-offload it is the most that is not in the CPU's memory, as will_it_fit.py has it.
     """
     train_step, peaks, outers = script.train_step, [], []
     if hasattr(script, "OuterOptimizer"):
@@ -143,7 +144,7 @@ def record_peak(script) -> None:
         with TrackerWithoutGloo(model, optimizer, at, of_outer, args.cpu_offload) as tracker:
             result = train_step(args, world, model, optimizer, *rest)
         peaks.append(max(without_state(tracker)) if args.cpu_offload else max(tracker.totals))
-        found = {"peak": min(peaks[1:], default=0), "vocabulary": model.config.vocab_size}
+        found = {"peak": statistics.median_low(peaks[1:] or [0]), "vocabulary": model.config.vocab_size}
         (args.output_dir / f"peak-{world.rank}.json").write_text(json.dumps(found))
         return result
 

@@ -188,7 +188,7 @@ def row_of(name: str, config, file_bytes: int) -> dict:
         share = lm_multinode.mfu_per_token_per_second(run.args, run.world, config)
         row["tokens/s of an H100 at 40%"] = 0.4 / share
     row["parameters"] = run.script.empty_model(config).num_parameters()
-    row["file, GB"] = row["parameters"] * file_bytes / 1e9
+    row["file, GB"] = row["parameters"] * file_bytes / GB
     row["state, GB"] = 16 * row["parameters"] / GB
     return row | {"result": result}
 

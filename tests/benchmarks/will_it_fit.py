@@ -159,7 +159,8 @@ class Run:
             if args.global_batch_size % smallest != 0:
                 sys.exit(f"will_it_fit.py: error: --global-batch-size must be a multiple of {smallest}")
             tokens = torch.ones(args.micro_batch_size, args.seq_length, dtype=torch.long)
-            return (itertools.repeat(({"input_ids": tokens, "labels": tokens.clone()}, None)),)
+            batch = {"input_ids": tokens, "labels": tokens.clone(), "positions": tokens.cumsum(1) - 1}  # of a recipe
+            return (itertools.repeat((batch, None)),)
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
         samples = args.batch_size * args.accumulation_steps
         words = torch.ones(samples, source, dtype=torch.long)
@@ -358,8 +359,7 @@ if __name__ == "__main__":
     if options.picture:
         draw(prediction, options.picture)
     total = sum(prediction["kinds"].values()) / GB
-    sizes = [str(size) for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if total < USABLE * size]
-    print(
-        f"traced in {time.perf_counter() - began:.0f} s; with a tenth to spare it fits on GPUs of {', '.join(sizes)} GB"
-    )
+    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if total < USABLE * size]
+    fits = f"GPUs of {sizes[0]} GB or more" if sizes else "no GPU of up to 192 GB"
+    print(f"traced in {time.perf_counter() - began:.0f} s; with a tenth to spare it fits on {fits}")
     print(f"peak {total:.2f} GB a process")
