@@ -822,17 +822,12 @@ def parse_args():
 
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default="tiny", help="tiny, 150m, 1b; or a Llama-like one: a Hub name, a folder")
-    add(
-        "--dataset",
-        default=["builtin"],
-        nargs="+",
-        help="builtin; c4; .json(l)(.gz), .parquet; Hub",
-    )
+    add("--dataset", default=["builtin"], nargs="+", help="builtin; c4; Hub; .jsonl[.gz], .parquet")
     add("--text-column", default="text", help="of the dataset")
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
     add("--num-validation-texts", default=500, type=size, help="held out of the dataset, at most")
     add("--seq-length", default=128, type=size, help="tokens in a sequence")
-    add("--num-workers", default=1, type=size, help="processes that pack texts, for each process")
+    add("--num-workers", default=1, type=size, help="that pack texts, beside each process")
 
     add = parser.add_argument_group("training").add_argument
     add("--max-steps", default=500, type=size, help="steps of the optimizer")

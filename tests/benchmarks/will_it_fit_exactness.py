@@ -39,17 +39,18 @@ ADDITIONS = {
 
 def combinations(model: str, strategy: str, processes: int):
     """Yield a name and the flags of each."""
-    additions = ADDITIONS | ({"no prefetching": ("--backward-prefetch", "none")} if "t5" in model else {})
+    is_t5 = model.endswith("t5-small")
+    additions = ADDITIONS | ({"no prefetching": ("--backward-prefetch", "none")} if is_t5 else {})
     for precision, name in itertools.product(("fp32", "bf16"), additions):
-        flags = ["--model", model, "--sharding-strategy", strategy, "--precision", precision, *additions[name]]
-        if "t5" in model:
-            flags += [*STEPS, *T5, "--batch-size", 2]
+        flags = ["--model", model, "--sharding-strategy", strategy, "--precision", precision, *STEPS]
+        if is_t5:
+            flags += [*T5, "--batch-size", 2, *additions[name]]
+        elif name == "accumulation":  # the LM script has another flag for it
+            flags += [*LM, "--global-batch-size", 8 * processes]
         else:
-            micro_batches = 1
-            if name == "accumulation":
-                flags, micro_batches = flags[:-2], 2  # the LM script counts them otherwise
-            flags += [*STEPS, *LM, "--micro-batch-size", 4, "--global-batch-size", 4 * processes * micro_batches]
-            flags += ["--shards-per-replica", min(2, processes)]
+            flags += [*LM, "--global-batch-size", 4 * processes, *additions[name]]
+        if not is_t5:
+            flags += ["--micro-batch-size", 4, "--shards-per-replica", min(2, processes)]
         yield f"{precision}, {name}", list(map(str, flags))
 
 
