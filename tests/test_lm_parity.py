@@ -99,7 +99,7 @@ def plain(runs):
     losses, norms, validation = [], [], [validate()]
     for step, items in enumerate(itertools.islice(zip(*streams, strict=True), STEPS), 1):
         for group in optimizer.param_groups:
-            group["lr"] = 5e-3 * min(step / 3, 0.1 + 0.45 * (1 + np.cos(np.pi * (step - 3) / (STEPS - 3))))
+            group["lr"] = 5e-3 * (step / 3 if step < 3 else 0.1 + 0.45 * (1 + np.cos(np.pi * (step - 3) / (STEPS - 3))))
         loss = loss_of(*(batch for batch, _ in items))
         optimizer.zero_grad()
         loss.backward()
