@@ -827,7 +827,7 @@ def parse_args():
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
     add("--num-validation-texts", default=500, type=size, help="held out of the dataset, at most")
     add("--seq-length", default=128, type=size, help="tokens in a sequence")
-    add("--num-workers", default=1, type=size, help="that pack texts, beside each process")
+    add("--num-workers", default=1, type=size, help="processes per rank that pack texts")
 
     add = parser.add_argument_group("training").add_argument
     add("--max-steps", default=500, type=size, help="steps of the optimizer")

@@ -36,14 +36,6 @@ def add_adapters(model, *names):
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=list(names)))
 
 
-def in_bf16(folder, script):
-    """The base in bf16, as the page says."""
-    text = (folder / f"{script}.py").read_text()
-    assert text.count("dtype=torch.float32)") >= 2
-    (folder / f"{script}.py").write_text(text.replace("dtype=torch.float32)", "dtype=torch.bfloat16)"))
-    return folder / f"{script}.py"
-
-
 def train(script, title, arguments, root):
     """Both versions, and what changes no number; on two processes. Then both go on from the middle, as `parts`."""
     script = patched(root / "copy", title) / f"{script}.py"
@@ -158,7 +150,10 @@ def test_the_lm_trains_as_peft_does(tiny_llama, tmp_path, monkeypatch):
 
 def test_a_base_in_bf16_needs_fsdp2(tiny_llama, tmp_path, monkeypatch):
     """It computes with rounded weights, and FSDP1 says what it cannot."""
-    script = in_bf16(patched(tmp_path / "copy", LORA_LM), "lm_multinode")
+    script = patched(tmp_path / "copy", LORA_LM) / "lm_multinode.py"
+    text = script.read_text()
+    assert text.count("dtype=torch.float32)") >= 2
+    script.write_text(text.replace("dtype=torch.float32)", "dtype=torch.bfloat16)"))
     arguments = ["--model", tiny_llama, *LM, "--no-save-model", "--output-dir", tmp_path / "output"]
     finished = succeed(script, *arguments, processes=2, fork=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)

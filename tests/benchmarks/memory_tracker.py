@@ -118,13 +118,15 @@ class TrackerWithoutGloo(Tracker):
     It is made where no operation shows, and shows when it is split.
     """
 
+    is_gloos = False  # what the operation returns
+
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         follows_reduce_scatter = self.operations[-1:] == ["c10d._reduce_scatter_base_.default"]
         self.is_gloos = follows_reduce_scatter and function is torch.ops.aten.split.Tensor
         return super().__torch_dispatch__(function, types, arguments, options)
 
     def watch(self, tensor: torch.Tensor) -> None:
-        if not getattr(self, "is_gloos", False):
+        if not self.is_gloos:
             super().watch(tensor)
 
 
