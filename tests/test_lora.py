@@ -6,13 +6,11 @@ import shutil
 import sys
 
 import torch
-import torch.nn.functional as F
 
-import numpy as np
 import pytest
-from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, curve, fsdp, losses, records, run, run_many, succeed
+from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, check_curves, fsdp, losses, records, run, run_many, succeed
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_recipes import DIFFS, PAGE, patched
+from test_recipes import LORA_LM, LORA_T5, PAGE, adamw, cross_entropy, global_batches, patched, train_plainly
 from test_t5_parity import train_plainly as train_t5_plainly
 from transformers import (
     AutoModelForCausalLM,
@@ -22,10 +20,8 @@ from transformers import (
     T5Config,
 )
 
-import common
 import lm_multinode
 
-[LORA_T5, LORA_LM] = [title for title in DIFFS if "LoRA" in title]
 STEPS, LENGTH = 4, 32
 EXACT = ("--precision", "fp32", "--log-every", 1, "--max-steps", STEPS)
 
@@ -60,11 +56,9 @@ def train(script, title, arguments, root):
     return [root / name for name in runs], printed
 
 
-def check(folders, plain_losses, plain_norms):
+def check(folders, *plain):
     for folder in folders:
-        assert curve(folder) == pytest.approx(plain_losses, **CLOSE), folder.name
-        assert curve(folder, "grad_norm") == pytest.approx(plain_norms, rel=1e-4), folder.name
-    assert plain_losses[-1] < plain_losses[0] - 0.01  # it learned
+        check_curves(folder, plain)
 
 
 def check_size(model, printed, frozen=4):
@@ -101,38 +95,20 @@ LM = ("--seq-length", LENGTH, "--global-batch-size", 8, "--micro-batch-size", 2,
 LM = (*LM, "--warmup-steps", 1, "--lr", 0.02, "--num-validation-texts", 3)
 
 
-def train_plainly(llama, model, monkeypatch):
+def train_lm_plainly(llama, model, monkeypatch):
     """Losses and gradient norms of peft's model, on the batches of two processes together."""
     monkeypatch.setattr(sys, "argv", ["", *map(str, LM)])
     args, tokenizer = lm_multinode.parse_args(), AutoTokenizer.from_pretrained(llama)
-    source = lm_multinode.load_texts(args)[0]
-    streams = [
-        iter(lm_multinode.Batches(args, common.World(rank, rank, 2, 2, "cpu"), source, tokenizer, [{}], 0))
-        for rank in range(2)
-    ]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.1)
-    plain_losses, norms = [], []
-    for step in range(1, STEPS + 1):
-        optimizer.param_groups[0]["lr"] = lm_multinode.learning_rate(args, step)
-        parts = [batch for stream in streams for batch, _ in itertools.islice(stream, 2)]
-        inputs, labels = (
-            torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in ("input_ids", "labels")
-        )
-        loss = F.cross_entropy(model(inputs).logits.flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained, 1.0).item())
-        optimizer.step()
-        plain_losses.append(loss.item())
-    return plain_losses, norms
+    batches = itertools.islice(global_batches(lm_multinode, args, tokenizer, 2), STEPS)
+    steps = [lambda batch=batch: cross_entropy(model, batch) for batch in batches]
+    return train_plainly(adamw(model, args.weight_decay), steps, lambda step: lm_multinode.learning_rate(args, step))
 
 
 def test_the_lm_trains_as_peft_does(tiny_llama, tmp_path, monkeypatch):
     folders, printed = train("lm_multinode", LORA_LM, ["--model", tiny_llama, *LM], tmp_path)
     model = add_adapters(AutoModelForCausalLM.from_pretrained(tiny_llama), "q_proj", "v_proj").train()
     check_size(model, printed)
-    check(folders, *train_plainly(tiny_llama, model, monkeypatch))
+    check(folders, *train_lm_plainly(tiny_llama, model, monkeypatch))
     expected = model.merge_and_unload().state_dict()
     for version in SAVE_ON_CPU:
         folder = tmp_path / f"fsdp{version}" / "model"
@@ -159,7 +135,7 @@ def test_a_base_in_bf16_needs_fsdp2(tiny_llama, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
     model = add_adapters(model, "q_proj", "v_proj").float().train()
     check_size(model, finished.stdout, frozen=2)
-    check([tmp_path / "output"], *train_plainly(tiny_llama, model, monkeypatch))
+    check([tmp_path / "output"], *train_lm_plainly(tiny_llama, model, monkeypatch))
     finished = run(script, *arguments, "--fsdp-version", 1, processes=2, fork=True)
     assert finished.returncode == 1 and "Must flatten tensors with uniform dtype" in finished.stderr
     assert "Must flatten tensors with uniform dtype" in PAGE

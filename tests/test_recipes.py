@@ -123,6 +123,31 @@ def train_plainly(optimizer, losses, schedule=lambda step: 1e-3):
     return values, norms
 
 
+def global_batches(script, args, tokenizer, processes):
+    """Yield what all ranks of the LM script train on in a step, as arrays of all sequences."""
+    source, _ = script.load_texts(args)
+    worlds = [common.World(rank, rank, processes, processes, "cpu") for rank in range(processes)]
+    streams = [iter(script.Batches(args, world, source, tokenizer, [{}], 0)) for world in worlds]
+    micro_batches = args.global_batch_size // (args.micro_batch_size * processes)
+    while True:
+        parts = [batch for stream in streams for batch, _ in itertools.islice(stream, micro_batches)]
+        yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def adamw(model, weight_decay):
+    """As the LM script has it: of what is trained, matrices decay and vectors do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+
+def cross_entropy(model, batch):
+    """The mean over all tokens."""
+    logits = model(torch.from_numpy(batch["input_ids"])).logits
+    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch["labels"]).flatten())
+
+
 def assert_equal(folder, plain):
     tolerance = {"rel": 0.02} if "bf16" in folder.name else CLOSE
     check_curves(folder, plain, **tolerance)
@@ -337,27 +362,12 @@ def test_gpt2_trains_as_a_plain_loop_does(gpt2, processes, tmp_path, monkeypatch
     arguments = ["--model", gpt2, "--seq-length", LENGTH, "--global-batch-size", 8, "--max-steps", LM_STEPS]
     arguments += ["--warmup-steps", WARM, "--weight-decay", 1.0, "--num-validation-texts", 3]
     runs = train("lm_multinode", GPT2, arguments, processes, tmp_path)
-    # The batches of all ranks together.
     monkeypatch.setattr(sys, "argv", ["", *map(str, arguments), "--micro-batch-size", str(8 // processes)])
     args, tokenizer = lm_multinode.parse_args(), AutoTokenizer.from_pretrained(gpt2)
-    source = lm_multinode.load_texts(args)[0]
-    worlds = [common.World(rank, rank, processes, processes, "cpu") for rank in range(processes)]
-    streams = [lm_multinode.Batches(args, world, source, tokenizer, [{}], 0) for world in worlds]
-    steps = itertools.islice(zip(*streams, strict=True), LM_STEPS + 1)
-    batches = [
-        [np.concatenate([batch[name] for batch, _ in step]) for name in ("input_ids", "labels")] for step in steps
-    ]
+    batches = itertools.islice(global_batches(lm_multinode, args, tokenizer, processes), LM_STEPS + 1)
     model = GPT2LMHeadModel.from_pretrained(gpt2).train()
-
-    def loss_of(model, batch):
-        inputs, labels = map(torch.from_numpy, batch)
-        return F.cross_entropy(model(inputs).logits.flatten(0, 1), labels.flatten())
-
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
-    groups = [{"params": matrices, "weight_decay": 1.0}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    *losses, after = (lambda model=model, batch=batch: loss_of(model, batch) for batch in batches)
-    plain = train_plainly(optimizer, losses, lambda step: lm_multinode.learning_rate(args, step))
+    *losses, after = (lambda model=model, batch=batch: cross_entropy(model, batch) for batch in batches)
+    plain = train_plainly(adamw(model, weight_decay=1.0), losses, lambda step: lm_multinode.learning_rate(args, step))
     for name, run in runs.items():
         assert_equal(run, plain)
         assert torch.load(run / "seen-0.pt")["units"] == LAYERS + 1, name
