@@ -2,7 +2,7 @@
 
     python tests/benchmarks/tried_shapes.py [--models google-t5/t5-base Qwen/Qwen3-0.6B]
 
-Nothing is downloaded. A folder gets each model's own config, with two layers and at most 32,000 words, random
+Nothing is downloaded. A folder gets each model's own config, with two layers, at most 32,000 words and 16 experts, random
 weights and a small tokenizer. The script trains it there for two steps on two processes of a CPU, exports it,
 and transformers loads the export. A model that does not run has the sentence with which the script ends.
 
