@@ -1,6 +1,8 @@
 """Helpers: run the scripts as users do, and read what they report."""
 
 import csv
+import gzip
+import itertools
 import json
 import os
 import re
@@ -25,10 +27,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
 
 import forked
 
-import common
-import mnist_fsdp
+from inside import MODULES, builtin_article, draw_digits, train_tokenizer
 
-SCRIPTS = ("mnist_fsdp.py", "mnist_fsdp_xpu.py", "t5_fsdp.py", "lm_multinode.py")
+SCRIPTS = tuple(MODULES)
 VERSIONS = (1, 2)  # of FSDP
 SAVE_ON_CPU = VERSIONS if torch.__version__ >= (2, 14) else (2,)  # those that save a whole model there
 CLOSE = {"abs": 1e-5}  # for losses of runs that differ in processes, strategy or version; on a loss of about 1 to 8
@@ -56,25 +57,24 @@ def succeed(*arguments, **options):
 
 
 def run_many(
-    script, settings, processes=None, fork=True, device="cpu", change=None, check=True, timeout=300, **environment
+    script, settings, processes=None, fork=True, device="cpu", change=(), check=True, timeout=300, **environment
 ):
     """Run a script once for each list of arguments, in one launch; returns the finished process, output as text.
 
     `processes`: under torchrun, or by `python` alone when None, which starts two processes unless --num-processes says
-    otherwise. `fork`: the processes are forks of one that has the imports done; `kill` and `per_node` are then as in
-    forked.py. `change`: a function of the test's file, which gets the script as a module before its main runs, in each
-    process: for faults, and to look inside. `check`: fail the test with the output when the script fails.
+    otherwise. `fork`: the processes are forks of one that has the imports done; `per_node` is then as in forked.py.
+    `change`: the name of one of the changes in inside.py, and its arguments. `check`: fail the test with the output
+    when the script fails.
     """
     script = str(ROOT / script)
     settings = [[str(argument) for argument in arguments] for arguments in settings]
     for arguments in settings:
         if Path(script).name in SCRIPTS and device and "--device" not in arguments:
             arguments += ["--device", device]  # the CPU also where there is a GPU: that is for test_accelerator.py
-    change = f"{change.__module__}:{change.__name__}" if change else ""
-    forks = {name: environment.pop(name) for name in ("kill", "per_node") if name in environment}
+    per_node = environment.pop("per_node", None)
     environment = os.environ | environment
     if fork:
-        finished = forked.launch(script, settings, processes, environment, timeout, change, **forks)
+        finished = forked.launch(script, settings, processes, environment, timeout, change, per_node)
     else:
         # --standalone takes a free port, where the default is one port for all.
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -82,7 +82,7 @@ def run_many(
         if len(settings) == 1 and not change:
             command += [script, *settings[0]]
         else:
-            command += [ROOT / "tests" / "forked.py", script, json.dumps(settings), change]
+            command += [ROOT / "tests" / "forked.py", script, json.dumps(settings), json.dumps(change)]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     if check:
         output = f"{finished.stdout[-2000:]}\n{finished.stderr[-9000:]}"
@@ -142,6 +142,17 @@ def write_csv(path, rows):
     return path
 
 
+def write_shards(folder, counts, first=0):
+    """Files in C4's format with `counts` records each; text i is "i lorem lorem ..." of a length of its own."""
+    numbers = itertools.count(first)
+    for shard, count in enumerate(counts):
+        texts = [" ".join([str(i), *["lorem"] * (i * 7 % 23)]) for i in itertools.islice(numbers, count)]
+        records = [{"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "http://x"} for text in texts]
+        with gzip.open(folder / f"c4-train.{shard:05d}.json.gz", "wt") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    return str(folder / "*.json.gz")
+
+
 def write_idx(folder, images, labels, train):
     """Write uint8 images (count, 28, 28) and labels (count,) as torchvision keeps MNIST's files below `folder`."""
     raw = folder / "MNIST" / "raw"
@@ -156,7 +167,7 @@ def write_idx(folder, images, labels, train):
 def write_mnist(folder, num_train=192, num_test=100):
     """Write the built-in digits in MNIST's format."""
     for count, seed, train in ((num_train, 0, True), (num_test, 1, False)):
-        images, labels = mnist_fsdp.draw_digits(count, seed).tensors
+        images, labels = draw_digits(count, seed).tensors
         write_idx(folder, images.clamp(0, 1).mul(255).round().squeeze(1), labels, train)
     return folder
 
@@ -170,14 +181,14 @@ def small_mnist(tmp_path_factory):
 @pytest.fixture(scope="session")
 def articles_csv(tmp_path_factory):
     """200 of the built-in articles in WikiHow's format."""
-    return write_csv(tmp_path_factory.mktemp("data") / "articles.csv", [common.builtin_article(i) for i in range(200)])
+    return write_csv(tmp_path_factory.mktemp("data") / "articles.csv", [builtin_article(i) for i in range(200)])
 
 
 def make_tokenizer(folder):
     """Of the built-in articles."""
-    articles = [common.builtin_article(index) for index in range(100)]
+    articles = [builtin_article(index) for index in range(100)]
     texts = (text for article in articles for text in (article["text"], article["headline"]))
-    common.train_tokenizer(texts, 1000, append_eos=True).save_pretrained(folder)
+    train_tokenizer(texts, 1000, append_eos=True).save_pretrained(folder)
 
 
 def make_model(folder, dropout=0.0, **changes):

@@ -5,10 +5,9 @@ share more than torchrun's processes do (the modules, the seed of hash()), so ea
 
 One launch can run a script several times, each with other flags. Where forks will not do (a GPU, two nodes), so can
 
-    torchrun --nproc_per_node 2 tests/forked.py t5_fsdp.py '[["--lr", "1"], ["--lr", "2"]]' MODULE:FUNCTION
+    torchrun --nproc_per_node 2 tests/forked.py t5_fsdp.py '[["--lr", "1"], ["--lr", "2"]]' '["no_dropout"]'
 """
 
-import contextlib
 import gc
 import importlib
 import itertools
@@ -16,7 +15,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -28,9 +26,11 @@ from pathlib import Path
 from unittest import mock
 
 FOLDER = Path(__file__).parent
-OURS = [path.stem for path in FOLDER.parent.glob("*.py")]
+OURS = [*(path.stem for path in FOLDER.parent.glob("*.py")), "inside"]
 CONTEXT = multiprocessing.get_context("forkserver")
 ONE_LAUNCH = threading.Lock()  # multiprocessing looks after the children of all threads in each, and not safely
+# No system hands these out by itself, so one that is free stays free. Each is used once.
+PORTS = itertools.count(os.getpid() * 97)
 
 
 def start_server():
@@ -56,61 +56,50 @@ def run_rank(script, settings, change, environment, outputs):
 
 
 def run_settings(script, settings, change):
-    """In this process. `change`, as module:function, gets the script as a module each time before its main runs."""
+    """In this process. `change`: the name of a function of inside.py and its arguments; it gets the script as a module
+    before the script's main runs."""
     gc.freeze()  # else each collection would walk through all that was imported, and copy its pages
     sys.path.insert(0, str(Path(script).parent))
-    common = importlib.import_module("common")
-    common.train_tokenizer = train_once(common.train_tokenizer)
-    if change:
-        module, function = change.split(":")
-        change_script, run = getattr(importlib.import_module(module), function), common.run
-
-        def run_changed(main, args, **options):
-            changed = sys.modules["__main__"]
-            change_script(changed)
-            run(changed.main, args, **options)
-
-        common.run = run_changed
-    for arguments in settings:
+    port = int(os.environ.get("MASTER_PORT", 0))
+    for number, arguments in enumerate(settings):
+        if port:
+            os.environ["MASTER_PORT"] = str(port + number)
         sys.argv = [script, *arguments]
-        runpy.run_path(script, run_name="__main__")
-
-
-def train_once(train_tokenizer):
-    """Training is deterministic: for the same texts once is enough."""
-    trained = {}
-
-    def train(texts, vocab_size, append_eos):
-        key = (*texts, vocab_size, append_eos)
-        if key not in trained:
-            trained[key] = train_tokenizer(key[:-2], vocab_size, append_eos)
-        return trained[key]
-
-    return train
+        if change:
+            inside = importlib.import_module("inside")
+            inside.start_changed(script, *change)
+        else:
+            runpy.run_path(script, run_name="__main__")
 
 
 def free_ports(count):
-    """The first of so many free ports in a row: the scripts take the next one for each setting."""
-    for first in itertools.count(20_000 + os.getpid() % 10_000, count):
-        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                opened.enter_context(socket.socket()).bind(("localhost", port))
-            return first
+    """The first of so many free ports in a row."""
+    while True:
+        ports = [10_000 + number % 20_000 for number in itertools.islice(PORTS, count)]
+        if ports[-1] - ports[0] == count - 1 and all(map(is_free, ports)):
+            return ports[0]
 
 
-def launch(script, settings, processes, environment, timeout, change="", kill=None, per_node=None):
+def is_free(port):
+    with socket.socket() as probe:
+        try:
+            probe.bind(("localhost", port))
+        except OSError:
+            return False
+    return True
+
+
+def launch(script, settings, processes, environment, timeout, change=(), per_node=None):
     """Run a script in `processes` ranks, or as plain `python` does when None; returns what subprocess.run would.
 
     `settings`: a list of arguments for each time that it runs. `per_node`: how many of the ranks take themselves to be
-    on one node; all unless given.
-
-    All end when one fails; the exit code is then its own. `kill`, (rank, condition): as soon as the condition, which is
-    called every 20 ms, holds, the rank gets SIGKILL, or the signal that is given as a third item.
+    on one node; all unless given. All end when one fails; the exit code is then its own.
     """
     environments = [environment]
     if processes:
-        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(len(settings)) - 1}
         per_node = per_node or processes
+        # Each setting has a port of its own, and the script takes the next one.
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(len(settings) + 1)}
         shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
         environments = []
         for rank in range(processes):
@@ -121,21 +110,19 @@ def launch(script, settings, processes, environment, timeout, change="", kill=No
         for path in outputs:
             path.touch()
         ranks = [
-            CONTEXT.Process(target=run_rank, args=(script, settings, change, each, outputs)) for each in environments
+            CONTEXT.Process(target=run_rank, args=(script, settings, change, of_rank, outputs))
+            for of_rank in environments
         ]
         deadline = time.monotonic() + timeout
         try:
             for rank in ranks:
                 rank.start()
-            while (running := [rank.sentinel for rank in ranks if rank.exitcode is None]) and not any(
-                rank.exitcode for rank in ranks
-            ):
+            while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+                if any(rank.exitcode for rank in ranks):
+                    break
                 if time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired([script, settings], timeout)
-                if kill and kill[1]():
-                    os.kill(ranks[kill[0]].pid, *(kill[2:] or [signal.SIGKILL]))
-                    kill = None
-                connection.wait(running, timeout=0.02 if kill else 1)
+                connection.wait(running, timeout=1)
             code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
         finally:
             for rank in ranks:
@@ -146,4 +133,4 @@ def launch(script, settings, processes, environment, timeout, change="", kill=No
 
 
 if __name__ == "__main__":
-    run_settings(sys.argv[1], json.loads(sys.argv[2]), change=sys.argv[3])
+    run_settings(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,581 @@
+"""The one file that names what is inside a script: after a rename there, this is the file to change.
+
+First what tests call; then changes, which `run_many(..., change=(NAME, ARGUMENT, ...))` makes to a script in each of
+its processes before its main runs: faults, and looks inside.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+import numpy as np
+from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import common
+import lm_multinode
+import mnist_fsdp
+import mnist_fsdp_xpu
+import t5_fsdp
+
+MODULES = {
+    "mnist_fsdp.py": mnist_fsdp,
+    "mnist_fsdp_xpu.py": mnist_fsdp_xpu,
+    "t5_fsdp.py": t5_fsdp,
+    "lm_multinode.py": lm_multinode,
+}
+
+# ---- common.py -------------------------------------------------------------------------------------------------------
+UserError = common.UserError
+World = common.World
+builtin_article = common.builtin_article
+train_tokenizer = common.train_tokenizer
+
+
+def start_loader():
+    """An iterator of a loader with a worker that outlives a cluster's SIGTERM."""
+    loader = DataLoader(range(1000), num_workers=1, worker_init_fn=common.ignore_sigterm)
+    return iter(loader)
+
+
+# A user's own script, in which a process crashes or is killed while the others wait for it.
+SMALL_SCRIPT = """
+import argparse, os, signal, sys
+import common
+
+common.HEAD_START = 2  # seconds
+
+def main(args, world):
+    total = common.torch.ones(1)
+    common.dist.all_reduce(total)
+    os.write(1, f"together {int(total)}\\n".encode())
+    if args.fate == "killed" and world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if args.fate == f"crash {world.rank}":
+        raise ZeroDivisionError("a bug")
+    common.dist.barrier()
+
+args = argparse.Namespace(device="cpu", num_processes=2, fsdp_version=2, save_model=False, fate=sys.argv[1])
+common.run(main, args)
+"""
+
+
+def world_of(rank=0, size=1):
+    return common.World(rank, rank, size, size, torch.device("cpu"))
+
+
+def parse(script, *flags):
+    """What the script's main gets as args. Raises UserError where the script would end, and pytest with it."""
+    argv = mock.patch.object(sys, "argv", [script, *map(str, flags)])
+    with argv, mock.patch.object(common, "fail", side_effect=UserError):
+        return MODULES[script].parse_args()
+
+
+def set_up_process_group(kind):
+    """What `setup` asks of PyTorch where there is an accelerator of this kind, or none."""
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}),
+        mock.patch("torch.accelerator.device_count", return_value=1),
+        mock.patch("torch.accelerator.set_device_index"),
+        mock.patch("torch.set_num_threads") as set_threads,
+        mock.patch("torch.set_float32_matmul_precision") as set_precision,
+        mock.patch("torch.distributed.init_process_group") as init,
+    ):
+        common.setup(torch.device(kind) if kind else None)
+    precision = set_precision.call_args.args[0] if set_precision.called else None
+    return init.call_args.kwargs | {"threads": set_threads.call_args.args[0], "matmul_precision": precision}
+
+
+def seconds_for_a_download():
+    """How long the other processes of a node wait for the first."""
+    with (
+        mock.patch("torch.distributed.new_group") as new_group,
+        mock.patch("torch.distributed.barrier"),
+        common.first_on_node(world_of()),
+    ):
+        pass
+    return new_group.call_args.kwargs["timeout"].total_seconds()
+
+
+# ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
+NETWORKS = mnist_fsdp.NETWORKS | {"xpu": mnist_fsdp_xpu.Network}
+draw_digits = mnist_fsdp.draw_digits
+
+
+class Nested(torch.nn.Module):
+    """Modules in modules, parameters beside modules, and a ModuleList, whose forward nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        linear = torch.nn.Linear
+        nested = torch.nn.Sequential(linear(10, 8), linear(8, 9))
+        self.scale = torch.nn.Parameter(torch.ones(70))
+        self.stem = torch.nn.Sequential(linear(10, 10), nested, linear(9, 1))
+        self.blocks = torch.nn.ModuleList([torch.nn.Sequential(linear(5, 5), linear(5, 5)), linear(10, 9)])
+        self.head = linear(12, 12)
+
+
+def mnist_units(network, version, min_num_params):
+    """The names of the units that a network is divided into; "" is the root."""
+    args = parse("mnist_fsdp.py", "--min-num-params", min_num_params)
+    shard = {1: mnist_fsdp.shard_with_fsdp1, 2: mnist_fsdp.shard_with_fsdp2}[version]
+    with torch.device("meta"):  # spares millions of random numbers
+        model = Nested() if network == "nested" else mnist_fsdp.NETWORKS[network]()
+    world = common.setup(None)
+    model = shard(args, world, model.to_empty(device="cpu"))
+    kinds = (FSDPModule, FullyShardedDataParallel)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    dist.destroy_process_group()
+    return {name.replace("_fsdp_wrapped_module", "").replace("..", ".").strip(".") for name in names}
+
+
+def mnist_digits(*flags):
+    """The images to train on and to test on, as one process would load them."""
+    args = parse("mnist_fsdp.py", *flags)
+    with mock.patch.object(common, "first_on_node", contextlib.nullcontext):
+        return mnist_fsdp.load_digits(args, world_of())
+
+
+# ---- t5_fsdp.py ------------------------------------------------------------------------------------------------------
+T5_STRATEGIES = tuple(t5_fsdp.RESHARD)
+
+
+def t5_articles(path, text="text", summary="headline", longest=0.75):
+    """Two datasets of texts and summaries, to train on and to validate on, as one process would load them."""
+    with mock.patch("torch.distributed.get_rank", return_value=0):
+        return common.load_articles(str(path), text, summary, longest)
+
+
+def t5_steps(lengths, batch_size, rank=0, size=1, epoch=1, seed=1):
+    """The samples of each step of an epoch on this rank, `batch_size` of them in a process; `lengths`: in tokens."""
+    args = parse("t5_fsdp.py", "--batch-size", batch_size, "--seed", seed)
+    return t5_fsdp.split_epoch(args, world_of(rank, size), torch.as_tensor(lengths), epoch)
+
+
+def t5_tokenized(articles, tokenizer, source_length, target_length):
+    options = {"tokenizer": tokenizer, "source_length": source_length, "target_length": target_length}
+    return articles.map(t5_fsdp.tokenize, batched=True, fn_kwargs=options, remove_columns=articles.column_names)
+
+
+def t5_loader(rows, steps, tokenizer):
+    """The dataset and the options that the DataLoader of a GPU's batches gets."""
+    world = world_of()._replace(device=torch.device("cuda"))
+    with mock.patch.object(t5_fsdp, "DataLoader") as loader:
+        list(t5_fsdp.batches_on_device(rows, steps, DataCollatorForSeq2Seq(tokenizer), world))
+    return loader.call_args.args[0], loader.call_args.kwargs
+
+
+def t5_loss(model, batch):
+    """The mean over the target tokens of a padded batch."""
+    return t5_fsdp.summed_loss(model, batch) / (batch["labels"] != -100).sum()
+
+
+# ---- lm_multinode.py -------------------------------------------------------------------------------------------------
+LM_STRATEGIES = tuple(lm_multinode.RESHARD)
+LM_MODELS = tuple(lm_multinode.MODELS)
+
+
+def lm_num_parameters(name, vocabulary):
+    """Those of one of the shapes of --model."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **lm_multinode.MODELS[name])).num_parameters()
+
+
+def lm_texts(args, script=lm_multinode):
+    """The stream to train on, and the list of texts that are held out."""
+    source, held_out = script.load_texts(args)
+    return source, script.texts_of(held_out, args.text_column)
+
+
+def lm_held_out(args, tokenizer, script=lm_multinode):
+    """The held-out texts in full sequences: arrays of all input_ids, all labels."""
+    return script.pack({"text": script.load_texts(args)[1]}, [0], args, tokenizer, [0])
+
+
+def lm_packed(records, args, tokenizer, script=lm_multinode):
+    """The sequences of a block of JSON records."""
+    return script.pack({"text": records}, [0], args, tokenizer, [0])
+
+
+def lm_stream(args, tokenizer, rank=0, size=1, position=None, source=None, script=lm_multinode):
+    """A rank's micro-batches, each with the position after it, on from `position`."""
+    source = source or script.load_texts(args)[0]
+    return iter(script.Batches(args, world_of(rank, size), source, tokenizer, [position or {}], 0))
+
+
+def lm_texts_of(source, args, script=lm_multinode):
+    """All texts of a stream to train on, once."""
+    return script.texts_of((row["text"] for row in source), args.text_column)
+
+
+def lm_loader(args, tokenizer, rank, size, position, source, script=lm_multinode):
+    """As `lm_stream`, through the loader and its worker processes."""
+    return script.batches_on_device(args, world_of(rank, size), source, tokenizer, position or {})
+
+
+def lm_global_batches(args, tokenizer, size, script=lm_multinode):
+    """Yield what all `size` ranks train on in a step: a list of one dictionary of arrays for each rank."""
+    source, _ = script.load_texts(args)
+    streams = [lm_stream(args, tokenizer, rank, size, source=source, script=script) for rank in range(size)]
+    count = args.global_batch_size // (args.micro_batch_size * size)
+    while True:
+        step = []
+        for stream in streams:
+            parts = [batch for batch, _ in itertools.islice(stream, count)]
+            step.append({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+        yield step
+
+
+# What a user may edit in a copy, before and after.
+LM_WIDER = ('"intermediate_size": 352', '"intermediate_size": 35200')
+LM_READS_THE_LOSS = ("loss_sum += loss.detach()", "loss_sum += loss.item()")
+
+# ---- What benchmarks time --------------------------------------------------------------------------------------------
+PEAK_TFLOPS = lm_multinode.PEAK_TFLOPS
+LmOuterOptimizer = lm_multinode.OuterOptimizer
+lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
+
+
+def set_up(args):
+    """What `run` does before the script's main: the process group, the device; and the precision, as main does."""
+    world = common.setup(common.find_accelerator(args.device))
+    args.precision = common.choose_precision(args.precision, world.device)
+    return world
+
+
+def lm_config(args, world):
+    """With the tokenizer."""
+    return lm_multinode.load_config_and_tokenizer(args, world, lm_multinode.load_texts(args)[0])
+
+
+def lm_trainer(args, world, config, batches):
+    """The model, and a function that makes a step. `batches`: this rank's micro-batches, each with a position."""
+    model, optimizer = lm_multinode.build(args, world, config)
+    return model, functools.partial(lm_multinode.train_step, args, world, model, optimizer, batches)
+
+
+def t5_trainer(args, world):
+    """The tokenizer and the config, and a function that makes a step of the first epoch."""
+    config, tokenizer, articles, _ = t5_fsdp.load_data(args, world)
+    lengths = torch.tensor([len(ids) for ids in articles["input_ids"]])
+    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
+    batches = t5_fsdp.batches_on_device(articles, t5_fsdp.split_epoch(args, world, lengths, 1), collate, world)
+    model, optimizer = t5_fsdp.build(args, world, config)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=False)
+    return config, tokenizer, lambda: t5_fsdp.train_step(args, world, model, optimizer, scaler, next(batches))
+
+
+def num_parameters(config):
+    """Of the model that a script makes of a config."""
+    script = t5_fsdp if config.is_encoder_decoder else lm_multinode
+    return script.empty_model(config).num_parameters()
+
+
+# ---- Changes ---------------------------------------------------------------------------------------------------------
+def load_module(path):
+    """A script as a module, also a user's copy."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # what its workers unpickle is there
+    spec.loader.exec_module(module)
+    return module
+
+
+def start_changed(path, change, *arguments):
+    """What the last lines of a script do, after a change."""
+    sys.path.insert(0, str(Path(path).parent))
+    del sys.modules["common"]  # a user's copy of the script has its own beside it
+    script = load_module(path)
+    globals()[change](script, *arguments)
+    args = script.parse_args()
+    if getattr(args, "mode", "") == "both":
+        script.compare_both_halves(args)
+    else:
+        script.common.run(script.main, args)
+
+
+def no_dropout(script):
+    """Each rank has its own dropout: parity needs none."""
+    torch.nn.Dropout.forward = lambda self, x: x
+
+
+def compute_in_fp32(script):
+    """Without TF32; and without dropout, for which a CPU draws other numbers."""
+    torch.set_float32_matmul_precision = lambda precision: None
+    torch.backends.cudnn.allow_tf32 = False
+    no_dropout(script)
+
+
+def signal_in_step(script, rank, step, name="SIGKILL"):
+    """A rank gets a signal right after it has updated its shards; after a restart by torchrun no more."""
+    steps = itertools.count(1)
+
+    def after_update(*_):
+        is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if next(steps) == step and dist.get_rank() == rank and is_first_start:
+            os.kill(os.getpid(), signal.Signals[name])
+
+    register_optimizer_step_post_hook(after_update)
+
+
+def kill_in_save(script, rank, number):
+    """A rank dies in its save of that number, when its own shards are written and `.metadata` is not."""
+    saves = itertools.count(1)
+    write_data = torch.distributed.checkpoint.FileSystemWriter.write_data
+
+    def write_and_die(*arguments):
+        written = write_data(*arguments)
+        if next(saves) == number and dist.get_rank() == rank:
+            written.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    torch.distributed.checkpoint.FileSystemWriter.write_data = write_and_die
+
+
+def pretend_torch(script, version):
+    """An older one."""
+    torch.__version__ = TorchVersion(version)
+
+
+def pretend_memory(script, gigabytes):
+    """The machine has so much, or so little."""
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 2**30 // 4096}
+    os.sysconf = pages.__getitem__
+
+
+def full_disk_in_export(script, number):
+    """The export of that number writes the model, and has no room for the tokenizer."""
+    exports = itertools.count(1)
+    export = script.common.export
+
+    def export_and_fail(model, tokenizer, folder, world):
+        if next(exports) == number:
+            tokenizer = mock.Mock()
+            tokenizer.save_pretrained.side_effect = OSError("No space left on device")
+        export(model, tokenizer, folder, world)
+
+    script.common.export = export_and_fail
+
+
+def infinite_loss(script, rank, number):
+    """Of a rank's training micro-batch of that number."""
+    summed_loss = script.summed_loss
+    numbers = itertools.count(1)
+
+    def infinite_once(model, batch):
+        loss = summed_loss(model, batch)
+        if torch.is_grad_enabled() and next(numbers) == number and dist.get_rank() == rank:
+            loss = loss * float("inf")
+        return loss
+
+    script.summed_loss = infinite_once
+
+
+def out_of_memory(script, rank, strategy):
+    """A step of a rank does not fit under a strategy; the other ranks wait for it."""
+    train_step = script.train_step
+
+    def too_large(args, *arguments):
+        if args.sharding_strategy == strategy and dist.get_rank() == rank:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return train_step(args, *arguments)
+
+    script.train_step = too_large
+    script.common.HEAD_START = 1  # for rank 0, which has nothing to say
+
+
+def capture_graphs(script):
+    """--compile captures and runs graphs, but makes no machine code of them, which takes a minute."""
+    run_graph = torch._dynamo.lookup_backend("aot_eager")
+
+    def count_graph(graph, inputs):
+        print("graph captured", file=sys.stderr, flush=True)
+        return run_graph(graph, inputs)
+
+    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=count_graph)
+
+
+def record_model(script):
+    """Write what this rank's model is at each validation; the last one stays. `loads`: how often the rank loaded it."""
+    validate = script.validate
+    load_model = script.load_model
+    loads = []
+
+    def count_and_load(*arguments):
+        loads.append(arguments)
+        return load_model(*arguments)
+
+    def record_and_validate(args, world, model, *rest):
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        seen = {
+            "sums": torch.stack([shard.detach().double().sum() for shard in shards]),
+            "units": sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()),
+            "buffers": [buffer.clone() for buffer in model.buffers()],
+            "loads": len(loads),
+        }
+        torch.save(seen, args.output_dir / f"model-{world.rank}.pt")
+        return validate(args, world, model, *rest)
+
+    script.load_model = count_and_load
+    script.validate = record_and_validate
+
+
+def add_buffers(script):
+    """A model with what others have: values that are neither trained nor part of a state dict."""
+
+    def with_buffers(make):
+        def make_with_buffers(*arguments):
+            model = make(*arguments)
+            for module in (model, *script.layers_of(model)[-1:]):
+                device = next(model.parameters()).device
+                module.register_buffer("positions", (torch.arange(1000) / 7).to(device), persistent=False)
+            return model
+
+        return make_with_buffers
+
+    script.load_model = with_buffers(script.load_model)
+    script.empty_model = with_buffers(script.empty_model)
+
+
+def record_fsdp(script):
+    """All that can be seen of a model with buffers and of its second step."""
+    add_buffers(script)
+    record_model(script)
+    record_collectives(script)
+
+
+class Operators(TorchDispatchMode):
+    """Calls `see(operator, arguments)` for each operator that PyTorch dispatches."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.see(operator, arguments)
+        return operator(*arguments, **(options or {}))
+
+
+# Of these the host gets a number, or a shape that depends on numbers: on a GPU it waits for them.
+READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_consecutive")
+
+
+def record_host_reads(script, read_the_loss=False):
+    """Write what each training step of this rank reads from the device to reads-RANK.json. read_the_loss: as a change
+    of the loss might do, with a print or an `if`."""
+    train_step = script.train_step
+    summed_loss = script.summed_loss
+    steps = []
+
+    def see(operator, _):
+        if operator._schema.name.removeprefix("aten::") in READS:
+            steps[-1].append(operator._schema.name)
+
+    def recorded_step(args, world, *arguments):
+        steps.append([])
+        with Operators(see):
+            result = train_step(args, world, *arguments)
+        (args.output_dir / f"reads-{world.rank}.json").write_text(json.dumps(steps))
+        return result
+
+    def read_loss(model, batch):
+        loss = summed_loss(model, batch)
+        float(loss.detach())
+        return loss
+
+    script.train_step = recorded_step
+    if read_the_loss:
+        script.summed_loss = read_loss
+
+
+def record_collectives(script):
+    """Write to collectives-RANK.json how many collectives over all processes belong to each step or follow it, and of
+    the second step (in the first some units are still gathered from the validation): in order [name, bytes] of each
+    collective, with ["compute", 0] for all products of matrices in a row; what forward saves for backward; the state.
+    """
+    train_step = script.train_step
+    summed_loss = script.summed_loss
+    main = script.main
+    found = {"over_all": {}, "second_step": [], "saved_bytes": 0, "state_gb": 0}
+    step = 0
+    in_step = False
+
+    def see(operator, arguments):
+        is_product = operator._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
+        if is_product and in_step and step == 2 and found["second_step"][-1:] != [["compute", 0]]:
+            found["second_step"].append(["compute", 0])
+        if operator.namespace != "c10d":
+            return
+        [group] = [a for a in arguments if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+        if dist.ProcessGroup.unbox(group).size() == dist.get_world_size():
+            found["over_all"][step] = found["over_all"].get(step, 0) + 1
+        if in_step and step == 2:
+            tensors = [leaf for leaf in tree_leaves(arguments[:2]) if torch.is_tensor(leaf)]
+            largest = max(tensor.nbytes for tensor in tensors)  # whole, not one part of it
+            found["second_step"].append([operator._schema.name.removeprefix("c10d::").strip("_"), largest])
+
+    def recorded_loss(*arguments):
+        saved = {}
+
+        def pack(tensor):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = summed_loss(*arguments)
+        if in_step:
+            found["saved_bytes"] = sum(saved.values())
+        return loss
+
+    def recorded_step(args, world, model, optimizer, *rest):
+        nonlocal step, in_step
+        step += 1
+        in_step = True
+        result = train_step(args, world, model, optimizer, *rest)
+        in_step = False
+        found["state_gb"] = script.common.state_gb(model, optimizer)
+        return result
+
+    def recorded_main(args, world):
+        script.train_step = recorded_step
+        script.summed_loss = recorded_loss
+        with Operators(see):
+            main(args, world)
+        (args.output_dir / f"collectives-{world.rank}.json").write_text(json.dumps(found))
+
+    script.main = recorded_main
+
+
+def record_snapshots(script):
+    """In place of what PyTorch has for CUDA's allocator: a snapshot is what was called before it, and the steps."""
+    calls = []
+    memory = torch.cuda.memory
+    mock.patch.object(memory, "_record_memory_history", lambda: calls.append("recorded")).start()
+    mock.patch.object(memory, "_dump_snapshot", lambda path: Path(path).write_text(" ".join(calls))).start()
+    register_optimizer_step_post_hook(lambda *_: calls.append("step"))
+
+
+def record_peak(script):
+    """See memory_tracker.py."""
+    sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+    import memory_tracker
+
+    memory_tracker.record_peak(script)

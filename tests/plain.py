@@ -1,0 +1,59 @@
+"""Training without FSDP, in one process: what the scripts must compute on any number of them."""
+
+import torch
+import torch.nn.functional as F
+
+from transformers import DataCollatorForSeq2Seq
+
+from inside import t5_steps
+
+
+def adamw(model, weight_decay):
+    """As the LM script has it: of what is trained, matrices decay and vectors do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+
+def cross_entropy(model, batch):
+    """The mean over all tokens of a batch of arrays."""
+    logits = model(torch.from_numpy(batch["input_ids"])).logits
+    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch["labels"]).flatten())
+
+
+def train_plainly(optimizer, losses, schedule=lambda step: 1e-3, clip=1.0):
+    """A step for each of `losses`, which are functions without arguments. Returns losses and gradient norms.
+
+    `schedule`: the learning rate of step 1, 2, ...
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    values = []
+    norms = []
+    for step, loss_of in enumerate(losses, 1):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+
+        loss = loss_of()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, clip).item())
+        optimizer.step()
+        values.append(loss.item())
+    return values, norms
+
+
+def t5_samples(articles, tokenizer, source_length, target_length, prefix="summarize: "):
+    """What a T5 reads and writes of each article."""
+    texts = [prefix + text for text in articles["text"]]
+    sources = tokenizer(texts, max_length=source_length, truncation=True)["input_ids"]
+    targets = tokenizer(articles["summary"][:], max_length=target_length, truncation=True)["input_ids"]
+    return [{"input_ids": source, "labels": target} for source, target in zip(sources, targets, strict=True)]
+
+
+def t5_batches(samples, tokenizer, batch_size, seed=1):
+    """Of each step of the first epoch, padded; `model(**batch).loss` is the mean over its target tokens."""
+    collate = DataCollatorForSeq2Seq(tokenizer)
+    steps = t5_steps([len(sample["input_ids"]) for sample in samples], batch_size, seed=seed)
+    return [collate([samples[number] for number in step]) for step in steps]
