@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import random
-import sys
 import tempfile
 import time
 import warnings
@@ -22,19 +21,24 @@ from pydoc_data.topics import topics
 
 import torch
 
-import transformers
-from shared import print_table
+import shared
 
-import common
-import lm_multinode
+from inside import (
+    PEAK_TFLOPS,
+    lm_config,
+    lm_loader,
+    lm_mfu_per_token_per_second,
+    lm_texts,
+    parse,
+    train_tokenizer,
+    world_of,
+)
 
-BATCHES = 64  # of a worker: its queue holds 8
 
-
-def write_texts(folder: Path, texts: int = 8000) -> None:
+def write_texts(folder: Path, texts: int) -> None:
     """A tokenizer, and eight files of so many texts, with 480 tokens on average, half of them below 260."""
     paragraphs = [part for topic in topics.values() for part in topic.split("\n\n")]
-    tokenizer = common.train_tokenizer(paragraphs, 32_000, append_eos=False)
+    tokenizer = train_tokenizer(paragraphs, 32_000, append_eos=False)
     tokenizer.save_pretrained(folder)
     tokens_each = len(tokenizer(" ".join(paragraphs))["input_ids"]) / len(paragraphs)
     choose = random.Random(0)
@@ -46,45 +50,44 @@ def write_texts(folder: Path, texts: int = 8000) -> None:
                 file.write(json.dumps({"text": text, "timestamp": "", "url": ""}) + "\n")
 
 
-def parse(folder: Path, model: str, workers: int) -> argparse.Namespace:
+def args_of(folder: Path, model: str, workers: int):
     flags = ["--model", model, "--dataset", f"{folder}/*.json.gz", "--tokenizer", folder, "--seq-length", 1024]
-    flags += ["--micro-batch-size", 8, "--num-workers", workers, "--peak-tflops", lm_multinode.PEAK_TFLOPS["H100"]]
-    sys.argv = ["lm_multinode.py", *map(str, flags)]
-    return lm_multinode.parse_args()
+    flags += ["--micro-batch-size", 8, "--num-workers", workers, "--peak-tflops", PEAK_TFLOPS["H100"]]
+    return parse("lm_multinode.py", *flags, "--num-validation-texts", 1)
 
 
-def measure(folder: Path, world: common.World, workers: int) -> float:
-    """Tokens per second."""
-    args = parse(folder, "150m", workers)
-    source, _ = lm_multinode.load_texts(args)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    batches = lm_multinode.batches_on_device(args, world, source, tokenizer, {})
-    for _ in range(16 * workers):  # start, and fill and empty the queues
-        next(batches)
-    began = time.perf_counter()
-    for _ in range(BATCHES * workers):
-        next(batches)
-    return BATCHES * workers * args.micro_batch_size * args.seq_length / (time.perf_counter() - began)
+def rows(folder: Path, options, world):
+    needs = {}
+    for model in ("150m", "1b"):  # of one H100 or H200, which compute bf16 equally fast
+        args = args_of(folder, model, 1)
+        config, tokenizer = lm_config(args, world)
+        config.vocab_size = 32_000
+        needs[f"{model} needs"] = 0.5 / lm_mfu_per_token_per_second(args, world, config)
 
-
-def needed(folder: Path, world: common.World, model: str) -> float:
-    """Tokens per second of one H100 or H200, which compute bf16 equally fast, at 50% MFU."""
-    args = parse(folder, model, 1)
-    config, _ = lm_multinode.load_config_and_tokenizer(args, world, lm_multinode.load_texts(args)[0])
-    config.vocab_size = 32_000
-    return 0.5 / lm_multinode.mfu_per_token_per_second(args, world, config)
+    for workers in options.workers:
+        args = args_of(folder, "150m", workers)
+        source, _ = lm_texts(args)
+        batches = lm_loader(args, tokenizer, rank=0, size=1, position=None, source=source)
+        for _ in range(16 * workers):  # start, and fill and empty the queues, which hold 8 each
+            next(batches)
+        count = options.batches * workers
+        began = time.perf_counter()
+        for _ in range(count):
+            next(batches)
+        rate = count * args.micro_batch_size * args.seq_length / (time.perf_counter() - began)
+        yield {"workers": workers, "tokens/s": rate} | needs
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--batches", type=int, default=64, help="of a worker, of 8 sequences")
+    parser.add_argument("--texts", type=int, default=8000, help="in each of eight files")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores
-    alone = common.setup(None)
+    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1, backend="gloo")
     with tempfile.TemporaryDirectory() as scratch:
-        write_texts(Path(scratch))
+        write_texts(Path(scratch), options.texts)
         print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores\n")
-        needs = {f"{name} needs": needed(Path(scratch), alone, name) for name in ("150m", "1b")}
-        rates = ((workers, measure(Path(scratch), alone, workers)) for workers in options.workers)
-        print_table({"workers": workers, "tokens/s": rate} | needs for workers, rate in rates)
+        shared.print_table(rows(Path(scratch), options, world_of()))
     torch.distributed.destroy_process_group()

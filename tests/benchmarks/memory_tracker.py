@@ -11,13 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = {  # from below, with their colours in a picture
-    "parameters": "#1f5fbf",
-    "optimizer state": "#656d76",
-    "gathered parameters": "#8fb8ee",
-    "gradients": "#e07b29",
-    "activations and buffers": "#c9d1d9",
-}
+KINDS = ("parameters", "optimizer state", "gathered parameters", "gradients", "activations and buffers")
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -30,7 +24,7 @@ class Tracker(TorchDispatchMode):
 
     Of each operation `operations` has its name, `phases` the phase that was set, and `totals` the bytes after it.
     `at`: numbers of operations; `kinds` has the bytes of each kind after these. `optimizer_state`: more tensors that
-    count as such. `offloads`: gradients of shards are then where the shards are, and count as parameters.
+    count as such. `offloads`: shards, their gradients and their moments are in the CPU's memory, and do not count.
     """
 
     def __init__(self, model, optimizer, at=(), optimizer_state=(), offloads=False) -> None:
@@ -41,7 +35,10 @@ class Tracker(TorchDispatchMode):
         self.offloads = offloads
         self.at = at
         self.phase = "forward"
-        self.operations, self.phases, self.totals, self.kinds = [], [], [], {}
+        self.operations = []
+        self.phases = []
+        self.totals = []
+        self.kinds = {}
 
         groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
         self.sharded = [parameter for group in groups if group for parameter in group.fsdp_params]
@@ -84,9 +81,12 @@ class Tracker(TorchDispatchMode):
         del self.alive[key]
         self.alive_bytes -= size
 
+    def gathered_bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.gathered.values())
+
     def bytes_by_kind(self) -> dict[str, int]:
         found = dict.fromkeys(KINDS, 0)
-        found["gathered parameters"] = sum(storage.nbytes() for storage in self.gathered.values())
+        found["gathered parameters"] = self.gathered_bytes()
         seen = set(self.gathered)
         for kind, tensors in self.known().items():
             for tensor in tensors:
@@ -96,6 +96,8 @@ class Tracker(TorchDispatchMode):
                     found[kind] += storage.nbytes()
         total = self.alive_bytes + found["gathered parameters"]
         found["activations and buffers"] = total - sum(found.values())
+        if self.offloads:
+            found["parameters"] = found["optimizer state"] = 0
         return found
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
@@ -103,12 +105,14 @@ class Tracker(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.watch(leaf)
-        number = len(self.totals)
+        if len(self.totals) in self.at:
+            self.kinds[len(self.totals)] = self.bytes_by_kind()
         self.operations.append(str(function))
         self.phases.append(self.phase)
-        self.totals.append(self.alive_bytes + sum(storage.nbytes() for storage in self.gathered.values()))
-        if number in self.at:
-            self.kinds[number] = self.bytes_by_kind()
+        if self.offloads:
+            self.totals.append(sum(self.bytes_by_kind().values()))
+        else:  # the same, faster
+            self.totals.append(self.alive_bytes + self.gathered_bytes())
         return result
 
 
@@ -131,45 +135,28 @@ class TrackerWithoutGloo(Tracker):
 
 
 def record_peak(script) -> None:
-    """For tests/forked.py: every rank writes the most bytes that its tensors take in a training step, and the model's
-    vocabulary, to `peak-RANK.json`. The median of the steps after the first: what gloo's threads still hold varies a
-    little. With --cpu-offload it is the most that is not in the CPU's memory, as will_it_fit.py has it.
+    """Every rank writes the most bytes that its tensors take in a training step, and the model's vocabulary, to
+    `peak-RANK.json`. The median of the steps after the first: what gloo's threads still hold varies a little.
     """
-    train_step, peaks, outers = script.train_step, [], []
+    train_step = script.train_step
+    peaks = []
+    outer_tensors = []
     if hasattr(script, "OuterOptimizer"):
-        outer_optimizer = script.OuterOptimizer
-        script.OuterOptimizer = lambda *arguments: outers.append(outer_optimizer(*arguments)) or outers[-1]
+        make_outer = script.OuterOptimizer
+
+        def make_and_note(*arguments):
+            outer = make_outer(*arguments)
+            outer_tensors.extend([*outer.shared, *outer.momentum])
+            return outer
+
+        script.OuterOptimizer = make_and_note
 
     def recorded_step(args, world, model, optimizer, *rest):
-        of_outer = [tensor for outer in outers for tensor in (*outer.shared, *outer.momentum)]
-        at = range(10**9) if args.cpu_offload else ()
-        with TrackerWithoutGloo(model, optimizer, at, of_outer, args.cpu_offload) as tracker:
+        with TrackerWithoutGloo(model, optimizer, (), outer_tensors, args.cpu_offload) as tracker:
             result = train_step(args, world, model, optimizer, *rest)
-        peaks.append(max(without_state(tracker)) if args.cpu_offload else max(tracker.totals))
+        peaks.append(max(tracker.totals))
         found = {"peak": statistics.median_low(peaks[1:] or [0]), "vocabulary": model.config.vocab_size}
         (args.output_dir / f"peak-{world.rank}.json").write_text(json.dumps(found))
         return result
 
     script.train_step = recorded_step
-
-
-def without_state(tracker: Tracker) -> list[int]:
-    """The bytes after each operation without parameters and optimizer state."""
-    kinds = tracker.kinds.values()
-    return [sum(each.values()) - each["parameters"] - each["optimizer state"] for each in kinds]
-
-
-def draw_course(panel, rows: list[list[int]], ends: list[int]) -> None:
-    """The kinds over the operations of a step, with its peak; `ends`: where backward and the optimizer begin."""
-    rows = torch.tensor(rows).double() / 2**30
-    chunk = max(1, len(rows) // 160)  # the most of each few operations
-    shown = torch.stack([part[part.sum(1).argmax()] for part in rows.split(chunk)])
-    x = torch.arange(len(shown)) * chunk / len(rows)
-    panel.stackplot(x, shown.T, labels=list(KINDS), colors=list(KINDS.values()), linewidth=0)
-    for name, end in zip(("backward", "optimizer"), ends, strict=True):
-        panel.axvline(end / len(rows), color="#1f2328", linewidth=0.6)
-        panel.text(end / len(rows), 1.01, name, transform=panel.get_xaxis_transform(), fontsize=7, ha="center")
-    peak = rows.sum(1).max().item()
-    panel.axhline(peak, color="#1f2328", linewidth=0.6, linestyle=":")
-    panel.text(0.01, peak, f" {peak:.2f} GB", fontsize=8, va="bottom")
-    panel.set(xlim=(0, 1), xticks=[])

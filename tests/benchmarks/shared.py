@@ -3,31 +3,28 @@
 import itertools
 import json
 import random
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import torch
-
-from transformers import LlamaConfig, LlamaForCausalLM
-
-import common
-
 LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+
+
+def torchrun(processes: int) -> list:
+    """The command that starts a script in so many processes."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
 def run_script(script: str, *flags, processes: int | None = None, root: Path = ROOT) -> list[dict]:
     """Run a script, under torchrun when `processes` is given; the records of its metrics.jsonl."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes] if processes else []
+    start = torchrun(processes) if processes else [sys.executable]
     with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, *torchrun, root / script, *flags, "--output-dir", output]
+        command = [*start, root / script, *flags, "--output-dir", output]
         subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
         return read_metrics(Path(output))
 
@@ -47,19 +44,19 @@ def compare_checkouts(other: Path, script: str, *flags, processes: int, turns: i
     for _ in range(turns):
         for name, root in (("other", other), ("this", ROOT)):
             records = run_script(script, *flags, processes=processes, root=root)
-            # Older checkouts name it so, and write reports of other kinds too.
-            steps_only = [record for record in records if record.get("report", "step") == "step"]
-            speeds = [record.get("tokens/s") or record.get("tokens_per_second") for record in steps_only]
-            rates[name].append([speed for speed in speeds if speed][-1])
+            speeds = [record["tokens/s"] for record in records if "tokens/s" in record]
+            rates[name].append(speeds[-1])
+
     rows = []
     for name, some in rates.items():
-        row = {"checkout": name, "tokens/s": (speed := statistics.median(some))}
-        row["of the other's"] = speed / statistics.median(rates["other"])
-        rows.append(row | {"turns": " ".join(f"{rate:.0f}" for rate in some)})
+        speed = statistics.median(some)
+        ratio = speed / statistics.median(rates["other"])
+        all_turns = " ".join(f"{rate:.0f}" for rate in some)
+        rows.append({"checkout": name, "tokens/s": speed, "of the other's": ratio, "turns": all_turns})
     print_table(rows)
 
 
-def print_table(rows: Iterable[dict]) -> None:
+def print_table(rows) -> None:
     """Print dictionaries with the same keys as a table in Markdown, each as soon as it is there."""
     for number, row in enumerate(rows):
         if number == 0:
@@ -72,13 +69,6 @@ def cell(value) -> str:
     if not isinstance(value, float):
         return f"{value:,}" if type(value) is int else str(value)
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def save_picture(figure, path: Path) -> None:
-    """As SVG, the same for the same figure, with each path on one line and not on a thousand."""
-    figure.savefig(path, metadata={"Date": None})
-    joined = re.sub(r'(?<= d=")[^"]*', lambda path: " ".join(path[0].split()), Path(path).read_text())
-    Path(path).write_text(joined)
 
 
 class Words:
@@ -98,8 +88,14 @@ class Words:
 
 def write_llama(folder: Path, texts: list[str], vocabulary: int = 8192) -> Path:
     """A Llama of 34 million random weights, or more with more words, and a tokenizer, as `--model` takes them."""
+    import torch
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from inside import train_tokenizer
+
     config = LlamaConfig(vocab_size=vocabulary, bos_token_id=None, eos_token_id=1, rms_norm_eps=1e-5, **LLAMA)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
-    common.train_tokenizer(texts, vocabulary, append_eos=False).save_pretrained(folder)
+    train_tokenizer(texts, vocabulary, append_eos=False).save_pretrained(folder)
     return folder

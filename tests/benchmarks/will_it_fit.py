@@ -6,10 +6,10 @@
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --device-gb 24
     python tests/benchmarks/will_it_fit.py --table              # that of docs/will-it-fit.md, in a quarter of an hour
 
-The flags are those of the run. The script's own parse_args, shard_with_fsdp2, optimizer and train_step make a step on
-tensors without memory, in one process of a group that only pretends: no GPU, no weights, no data, also for a copy that
-you have edited. Batches have the full lengths of the flags. `--model` is a size that this file knows, a folder with a
-config, or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precision auto` is bf16.
+The flags are those of the run. The script's own parse_args, build and train_step make a step on tensors without
+memory, in one process of a group that only pretends: no GPU, no weights, no data, also for a copy that you have
+edited. Batches have the full lengths of the flags. `--model` is a size that this file knows, a folder with a config,
+or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precision auto` is bf16.
 
 Attention holds what a GPU's flash or memory-efficient kernel holds; with `--attention cpu`, what PyTorch's kernels for
 CPUs do. With `--cpu-offload`, what is in the CPU's memory is left out. Not counted: the CUDA context and NCCL's
@@ -27,19 +27,18 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import transformers
-from memory_tracker import KINDS, Tracker, draw_course
-from shared import ROOT, print_table, save_picture
-
-import common
-import lm_multinode
+from memory_tracker import KINDS, Tracker
+from shared import ROOT, print_table
 
 GB = 2**30
 USABLE = 0.9  # of a GPU's memory: the rest is for what is not counted
@@ -53,31 +52,8 @@ T5 = {  # d_model, d_ff, layers, heads, d_kv of google-t5's
 LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 
 
-def state_bytes(num_parameters: int, strategy: str, processes: int, replica: int = 8) -> float:
-    """Bytes that a process holds of parameters, gradients and AdamW's moments, all in fp32; `replica` is its size."""
-    shards = {"NO_SHARD": 1, "FULL_SHARD": processes, "SHARD_GRAD_OP": processes}.get(strategy, min(replica, processes))
-    return (24 if strategy == "DILOCO" else 16) * num_parameters / shards
-
-
-def config_of(script, args, world, options) -> transformers.PreTrainedConfig:
-    """Of `--model`, without weights."""
-    if args.model == "builtin":  # T5's, with as many words as its tokenizer learns
-        with contextlib.redirect_stdout(io.StringIO()):
-            articles, _ = common.load_articles(args.model, "text", "headline", args.max_summary_share)
-        return script.load_config_and_tokenizer(args, world, articles)[0]
-    name = args.model.removeprefix("google-t5/")
-    if name in T5:
-        hidden, width, layers, heads, each = T5[name]
-        shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
-        return transformers.T5Config(**shape, decoder_start_token_id=0)
-    llamas = {"7b": LLAMA_7B} | getattr(script, "MODELS", {})
-    if name in llamas:
-        shape = llamas[name] | {"vocab_size": options.vocabulary, "max_position_embeddings": args.seq_length}
-        return transformers.LlamaConfig(**shape, attn_implementation=lm_multinode.ATTENTION)
-    try:
-        return transformers.AutoConfig.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        sys.exit(f"will_it_fit.py: error: --model {args.model} cannot be read: {' '.join(str(error).split())}")
+def fail(message: str) -> None:
+    sys.exit(f"will_it_fit.py: error: {message}")
 
 
 def load_script(path: str):
@@ -88,6 +64,29 @@ def load_script(path: str):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     return script
+
+
+def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedConfig:
+    """Of `--model`, without weights."""
+    if args.model == "builtin":  # T5's, with as many words as its tokenizer learns
+        with contextlib.redirect_stdout(io.StringIO()):
+            articles, _ = script.common.load_articles(args.model, "text", "headline", args.max_summary_share)
+        return script.load_config_and_tokenizer(args, world, articles)[0]
+
+    name = args.model.removeprefix("google-t5/")
+    if name in T5:
+        hidden, width, layers, heads, each = T5[name]
+        shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
+        return transformers.T5Config(**shape, decoder_start_token_id=0)
+
+    llamas = {"7b": LLAMA_7B} | getattr(script, "MODELS", {})
+    if name in llamas:
+        shape = llamas[name] | {"vocab_size": vocabulary, "max_position_embeddings": args.seq_length}
+        return transformers.LlamaConfig(**shape, attn_implementation=script.ATTENTION)
+    try:
+        return transformers.AutoConfig.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        fail(f"--model {args.model} cannot be read: {' '.join(str(error).split())}")
 
 
 class GpuAttention(torch.autograd.Function):
@@ -121,22 +120,27 @@ class Run:
         self.options = options
         self.args = self.script.parse_args()
         if self.args.fsdp_version != 2:
-            sys.exit("will_it_fit.py: error: FSDP1 is not traced; leave --fsdp-version out")
+            fail("FSDP1 is not traced; leave --fsdp-version out")
         if self.args.precision == "auto":
             self.args.precision = "bf16"
         self.is_lm = hasattr(self.args, "micro_batch_size")
         self.global_batch_size = self.args.global_batch_size if self.is_lm else 0
         self.size = self.args.num_processes or 2
-        self.world = common.World(0, 0, self.size, min(self.size, options.per_node), torch.device("cpu"))
+        on_node = min(self.size, options.per_node)
+        self.world = self.script.common.World(0, 0, self.size, on_node, torch.device("cpu"))
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.size)
         mesh = self.script.make_mesh(self.args, self.world)  # its numbers are real
         self.script.make_mesh = lambda args, world: mesh
         self.script.load_model = lambda args, config: None
         self.script.load_weights = lambda args, world, model, whole: model.to_empty(device="cpu")
-        self.script.common.first_on_node = lambda world: contextlib.nullcontext()
+        with mock.patch.object(self.script.common, "first_on_node", contextlib.nullcontext):
+            self.config = config_of(self.script, self.args, self.world, options.vocabulary)
+            self.make_model()
+        self.step()  # the first one allocates what the others use again
 
-        self.config = config_of(self.script, self.args, self.world, options)
+    def make_model(self) -> None:
+        """With its optimizer, and with DiLoCo's."""
         self.fake = FakeTensorMode()
         self.outer_state = []
         with self.fake:
@@ -148,7 +152,6 @@ class Run:
             if self.is_lm and self.args.sharding_strategy == "DILOCO":
                 outer = self.script.OuterOptimizer(self.args, self.world, self.model)
                 self.outer_state = [*outer.shared, *outer.momentum]
-        self.step()  # the first one allocates what the others use again
 
     def arguments(self) -> tuple:
         """What train_step gets besides model and optimizer: the longest batch that the flags allow."""
@@ -157,10 +160,11 @@ class Run:
             smallest = args.micro_batch_size * self.size
             args.global_batch_size = self.global_batch_size or math.ceil(16 / smallest) * smallest  # as its main
             if args.global_batch_size % smallest != 0:
-                sys.exit(f"will_it_fit.py: error: --global-batch-size must be a multiple of {smallest}")
+                fail(f"--global-batch-size must be a multiple of {smallest}")
             tokens = torch.ones(args.micro_batch_size, args.seq_length, dtype=torch.long)
             batch = {"input_ids": tokens, "labels": tokens.clone(), "positions": tokens.cumsum(1) - 1}  # of a recipe
             return (itertools.repeat((batch, None)),)
+
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
         samples = args.batch_size * args.accumulation_steps
         words = torch.ones(samples, source, dtype=torch.long)
@@ -170,7 +174,7 @@ class Run:
 
     def step(self, at=()) -> Tracker:
         """One training step. `at`: the operations after which to tell kinds apart."""
-        backward, attention = torch.Tensor.backward, torch.nn.functional.scaled_dot_product_attention
+        backward = torch.Tensor.backward
 
         def in_backward(tensor, *arguments, **options):
             tracker.phase = "backward"
@@ -184,11 +188,9 @@ class Run:
             ends.enter_context(self.fake)
             arguments = self.arguments()
             tracker = Tracker(self.model, self.optimizer, at, self.outer_state, self.args.cpu_offload)
-            torch.Tensor.backward = in_backward
-            ends.callback(setattr, torch.Tensor, "backward", backward)
+            ends.enter_context(mock.patch.object(torch.Tensor, "backward", in_backward))
             if self.options.attention == "gpu":
-                torch.nn.functional.scaled_dot_product_attention = gpu_attention
-                ends.callback(setattr, torch.nn.functional, "scaled_dot_product_attention", attention)
+                ends.enter_context(mock.patch.object(F, "scaled_dot_product_attention", gpu_attention))
             ends.callback(self.optimizer.register_step_pre_hook(in_optimizer).remove)
             ends.enter_context(tracker)
             self.script.train_step(self.args, self.world, self.model, self.optimizer, *arguments)
@@ -196,30 +198,15 @@ class Run:
 
     def peak(self) -> int:
         """Bytes."""
-        if self.args.cpu_offload:
-            return sum(self.predict()["kinds"].values())
         return max(self.step().totals)
 
-    def predict(self, points: int = 0) -> dict:
-        """The bytes of each kind at the peak, where that is, and the kinds at so many points of the step."""
+    def row(self) -> dict:
+        """The GB of each kind at the peak, and where that is."""
         totals = self.step().totals
-        peak = max(range(len(totals)), key=totals.__getitem__)
-        at = {peak, *(number * len(totals) // max(1, points) for number in range(points))}
-        if self.args.cpu_offload:  # another one: of what is not in the CPU's memory
-            at = range(len(totals))
-        tracker = self.step(at)
-        if self.args.cpu_offload:
-            for kinds in tracker.kinds.values():
-                kinds["parameters"] = kinds["optimizer state"] = 0
-            peak = max(at, key=lambda number: sum(tracker.kinds[number].values()))
-        course = sorted(tracker.kinds)
-        return {
-            "kinds": tracker.kinds[peak],
-            "operation": tracker.operations[peak],
-            "phase": tracker.phases[peak],
-            "course": [list(tracker.kinds[number].values()) for number in course],
-            "phases": [tracker.phases[number] for number in course],
-        }
+        peak = totals.index(max(totals))
+        tracker = self.step({peak})
+        gb = {f"{kind}, GB": tracker.kinds[peak][kind] / GB for kind in KINDS}
+        return gb | {"sum, GB": sum(gb.values()), "at": f"{tracker.phases[peak]}, {tracker.operations[peak]}"}
 
     def set_batch(self, size: int) -> None:
         """So many samples at once, in a step of one micro-batch."""
@@ -230,21 +217,24 @@ class Run:
             self.args.batch_size = size
             self.args.accumulation_steps = 1
 
+    def fits(self, size: int, device_gb: float) -> bool:
+        """So many samples at once, with a tenth of the memory to spare."""
+        self.set_batch(size)
+        return self.peak() <= USABLE * device_gb * GB
+
     def largest_batch(self, device_gb: float) -> int:
-        """Found by doubling and halving, with a tenth to spare; 0 if not even one sample fits."""
-
-        def fits(size: int) -> bool:
-            self.set_batch(size)
-            return self.peak() <= USABLE * device_gb * GB
-
-        if not fits(1):
+        """Found by doubling and halving; 0 if not even one sample fits."""
+        if not self.fits(1, device_gb):
             return 0
         low, high = 1, 2
-        while fits(high):
+        while self.fits(high, device_gb):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            if self.fits(middle, device_gb):
+                low = middle
+            else:
+                high = middle
         return low
 
 
@@ -254,12 +244,12 @@ def traced(path: str, flags, options):
     try:
         yield Run(path, list(map(str, flags)), options)
     except DataDependentOutputException as error:
-        frames = traceback.extract_tb(error.__traceback__)
         not_here = (f"torch{os.sep}", "memory_tracker.py")
+        frames = traceback.extract_tb(error.__traceback__)
         line = [frame for frame in frames if not any(part in frame.filename for part in not_here)][-1]
-        sys.exit(
-            f"will_it_fit.py: error: {line.filename}, line {line.lineno} reads a number from a tensor, which has none"
-            f" here, and on a GPU waits for it: {line.line}"
+        fail(
+            f"{line.filename}, line {line.lineno} reads a number from a tensor, which has none here, and on a GPU"
+            f" waits for it: {line.line}"
         )
     finally:
         if dist.is_initialized():
@@ -269,18 +259,13 @@ def traced(path: str, flags, options):
 # ---- What is printed -------------------------------------------------------------------------------------------------
 
 
-def row_of(found: dict) -> dict:
-    gb = {f"{kind}, GB": found["kinds"][kind] / GB for kind in KINDS}
-    return gb | {"sum, GB": sum(gb.values()), "at": f"{found['phase']}, {found['operation']}"}
-
-
 def sweep(options, flags: list[str]):
     """Yield a row for each value of a flag; of sharding-strategy all, if there are no values."""
     name, _, values = options.sweep.partition("=")
     values = values.split(",") if values else list(load_script(options.script).RESHARD)
     for value in values:
         with traced(options.script, [*flags, f"--{name}", value], options) as run:
-            yield {name: value} | row_of(run.predict())
+            yield {name: value} | run.row()
 
 
 MODELS = {  # of the page's table: script and flags
@@ -291,52 +276,48 @@ MODELS = {  # of the page's table: script and flags
     "1b": ("lm_multinode.py", "--model", "1b", "--seq-length", 1024),
     "7b": ("lm_multinode.py", "--model", "7b", "--seq-length", 1024),
 }
-GPUS, DEVICE_GB = (1, 4, 8, 64), (24, 40, 80)
+GPUS = (1, 4, 8, 64)
+DEVICE_GB = (24, 40, 80)
+
+
+def largest_batches(script: str, flags: list, options) -> list[str]:
+    """For each of DEVICE_GB. After each operation memory is a constant and something for each sample, so two steps of
+    the same operations say all."""
+    with traced(script, flags, options) as run:
+        run.set_batch(2)
+        two = torch.tensor(run.step().totals, dtype=torch.float64)
+        run.set_batch(4)
+        four = torch.tensor(run.step().totals, dtype=torch.float64)
+    each = (four - two) / 2
+    constant = two - 2 * each
+    grows = each > 0
+    found = []
+    for device_gb in DEVICE_GB:
+        usable = USABLE * device_gb * GB
+        largest = ((usable - constant[grows]) / each[grows]).min().item()
+        fits = largest >= 1 and constant.max().item() <= usable
+        found.append(str(math.floor(largest)) if fits else "-")
+    return found
 
 
 def table(options, models=tuple(MODELS), gpus=GPUS):
-    """Yield the page's rows: the largest batch of a process without and with recomputing, FULL_SHARD, bf16.
-
-    After each operation memory is a constant and something for each sample, so two steps of the same operations say
-    all. The tests try some of the answers.
-    """
+    """Yield the page's rows: the largest batch of a process without and with recomputing, FULL_SHARD, bf16."""
     for model, count in itertools.product(models, gpus):
-        row = {"model": model, "GPUs": count} | {f"{device_gb} GB": [] for device_gb in DEVICE_GB}
-        for switch in ((), ("--activation-checkpointing",)):
-            script, *flags = MODELS[model]
-            with traced(script, [*flags, *switch, "--num-processes", count], options) as run:
-                run.set_batch(2)
-                two = torch.tensor(run.step().totals, dtype=torch.float64)
-                run.set_batch(4)
-                four = torch.tensor(run.step().totals, dtype=torch.float64)
-            each = (four - two) / 2
-            constant = two - 2 * each
-            for device_gb in DEVICE_GB:
-                grows = each > 0
-                usable = USABLE * device_gb * GB
-                largest = ((usable - constant[grows]) / each[grows]).min().item()
-                fits = largest >= 1 and constant.max().item() <= usable
-                row[f"{device_gb} GB"].append(str(math.floor(largest)) if fits else "-")
-        yield {name: " / ".join(value) if isinstance(value, list) else value for name, value in row.items()}
+        script, *flags = MODELS[model]
+        flags += ["--num-processes", count]
+        plain = largest_batches(script, flags, options)
+        recomputing = largest_batches(script, [*flags, "--activation-checkpointing"], options)
+        row = {"model": model, "GPUs": count}
+        for number, device_gb in enumerate(DEVICE_GB):
+            row[f"{device_gb} GB"] = f"{plain[number]} / {recomputing[number]}"
+        yield row
 
 
-def draw(found: dict, picture: Path) -> None:
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    draw_course(panel, found["course"], [found["phases"].index(name) for name in ("backward", "optimizer")])
-    panel.set_ylabel("GB of one process")
-    panel.legend(frameon=False)
-    figure.patch.set_facecolor("white")  # readable on a dark page, too
-    save_picture(figure, picture)
-
-
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", nargs="?", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
     parser.add_argument("--sweep", help="a flag, or flag=value,value: a row for each")
     parser.add_argument("--device-gb", type=float, help="find the largest batch size for this much memory")
-    parser.add_argument("--picture", type=Path, help="draw the step, as SVG (needs matplotlib)")
     parser.add_argument("--attention", default="gpu", choices=("gpu", "cpu"), help="whose kernel")
     parser.add_argument("--vocabulary", type=int, default=32_000, help="of a Llama in MODELS")
     parser.add_argument("--per-node", type=int, default=8, help="processes on a node")
@@ -346,20 +327,25 @@ if __name__ == "__main__":
     began = time.perf_counter()
     if options.table:
         print_table(table(options))
-        sys.exit()
+        return
+    if not options.script:
+        parser.error("name a script, or --table")
     if options.sweep:
         print_table(sweep(options, more))
-        sys.exit()
-    with traced(options.script, more, options) as traced_run:
+        return
+
+    with traced(options.script, more, options) as run:
         if options.device_gb:
-            print(f"largest batch of a process, with a tenth to spare: {traced_run.largest_batch(options.device_gb)}")
-            sys.exit()
-        prediction = traced_run.predict(points=160 if options.picture else 0)
-    print_table([row_of(prediction)])
-    if options.picture:
-        draw(prediction, options.picture)
-    total = sum(prediction["kinds"].values()) / GB
+            print(f"largest batch of a process, with a tenth to spare: {run.largest_batch(options.device_gb)}")
+            return
+        row = run.row()
+    print_table([row])
+    total = row["sum, GB"]
     sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if total < USABLE * size]
     fits = f"GPUs of {sizes[0]} GB or more" if sizes else "no GPU of up to 192 GB"
     print(f"traced in {time.perf_counter() - began:.0f} s; with a tenth to spare it fits on {fits}")
     print(f"peak {total:.2f} GB a process")
+
+
+if __name__ == "__main__":
+    main()
