@@ -1,72 +1,53 @@
 """docs/your-model-and-data.md: every diff applies to the scripts, and what they then do is what the page says."""
 
+import functools
 import itertools
 import json
-import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-import draw_trace
 import numpy as np
 import pytest
-import tried_shapes
-from conftest import CLOSE, ROOT, VERSIONS, check_curves, curve, make_model, records, run_many, succeed, write_csv
-from shared import cell
-from test_t5_data import load
+from conftest import CLOSE, ROOT, check_curves, curve, fsdp, make_model, records, run_many, succeed, write_csv
+from peft import LoraConfig, PeftModel, get_peft_model
+from plain import adamw, cross_entropy, t5_batches, t5_samples, train_plainly
+from reanchor import PAGE, recipes
+from test_parity import joined
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     BartConfig,
-    DataCollatorForSeq2Seq,
+    Gemma3TextConfig,
     GPT2Config,
-    GPT2LMHeadModel,
     M2M100Config,
+    Qwen3Config,
 )
 
-import common
-import lm_multinode
-import t5_fsdp
+from inside import (
+    UserError,
+    builtin_article,
+    lm_global_batches,
+    lm_held_out,
+    lm_packed,
+    load_module,
+    num_parameters,
+    parse,
+    t5_articles,
+    t5_steps,
+)
 
-PAGE = (ROOT / "docs" / "your-model-and-data.md").read_text()
-DIFFS = {
-    title: diff
-    for title, text in re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", PAGE, re.M | re.S)
-    for diff in re.findall(r"^```diff\n(.+?)^```$", text, re.M | re.S)
-}
-SEQ2SEQ, METRIC, SCHEDULE, LORA_T5, GPT2, LORA_LM, CHAT, BOARD, WANDB, PROFILER, SNAPSHOT = DIFFS
-
-
-FEW_STEPS = ("--max-steps", 3, "--log-every", 1, "--num-validation-texts", 3, "--seq-length", 32, "--no-save-model")
-
-
-def require(package):
-    if not find_spec(package):
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{package} is not installed")
-
-
-def observe(script):
-    """Also write what each process's model is at the last validation."""
-    validate = script.validate
-
-    def observe_and_validate(args, world, model, *rest):
-        kinds = (FSDPModule, FullyShardedDataParallel)
-        units = sum(isinstance(module, kinds) for module in model.modules())
-        seen = {"units": units, "buffers": [buffer.clone() for buffer in model.buffers()]}
-        torch.save(seen, args.output_dir / f"seen-{world.rank}.pt")
-        return validate(args, world, model, *rest)
-
-    script.validate = observe_and_validate
+METRIC = "T5 script: another metric"
+SCHEDULE = "T5 script: a linear schedule with warm-up"
+LORA_T5 = "T5 script: LoRA"
+LORA_LM = "LM script: LoRA"
+CHAT = "LM script: fine-tune a chat model"
+TOGETHER = [(METRIC, SCHEDULE), (CHAT, LORA_LM)]
 
 
 def patched(folder, *titles):
@@ -75,143 +56,143 @@ def patched(folder, *titles):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
     for title in titles:
-        [name] = re.findall(r"^\+\+\+ b/(.+)", DIFFS[title], re.M)
+        diff = recipes()[title]
+        [name] = re.findall(r"^\+\+\+ b/(.+)", diff, re.M)
         before = (folder / name).read_text()
-        finished = subprocess.run(["git", "apply"], input=DIFFS[title], capture_output=True, text=True, cwd=folder)
+        finished = subprocess.run(["git", "apply"], input=diff, capture_output=True, text=True, cwd=folder)
         assert finished.returncode == 0, f"{title}\n{finished.stderr}"
         assert (folder / name).read_text() != before  # git skips what is not below its folder, in silence
     return folder
 
 
-def launch(folder, script, settings, processes):
-    """Run the copy's script once for each list of arguments, in one launch. Returns what is printed."""
-    return run_many(folder / f"{script}.py", settings, processes, change=observe).stdout
+def snippet(title, **paths):
+    """The Python code of a section, with other paths than the printed ones."""
+    code = re.search(rf"^## {re.escape(title)}\n.*?^```python\n(.+?)^```$", PAGE.read_text(), re.M | re.S)[1]
+    for name, path in paths.items():
+        assert f'"{name}"' in code
+        code = code.replace(f'"{name}"', repr(str(path)))
+    return code
 
 
-def train(script, title, arguments, processes, root):
-    """Train with this diff in both versions, on two processes also recomputing and in bf16: {name: output folder}.
-
-    One run of FSDP2 saves its model.
-    """
-    names = {f"fsdp{version}": ["--fsdp-version", version] for version in VERSIONS}
-    if processes == 2:
-        names |= {f"{name} recomputing": [*version, "--activation-checkpointing"] for name, version in names.items()}
-        names |= {f"{name} bf16": [*names[name], "--precision", "bf16"] for name in ("fsdp1", "fsdp2")}
-    settings = [
-        [*arguments, *more, "--output-dir", root / name, "--save-model" if name == "fsdp2" else "--no-save-model"]
-        for name, more in names.items()
-    ]
-    shared = ["--precision", "fp32", "--log-every", 1]
-    launch(patched(root / "copy", title), script, [[*shared, *setting] for setting in settings], processes)
-    return {name: root / name for name in names}
-
-
-def train_plainly(optimizer, losses, schedule=lambda step: 1e-3):
-    """Steps on these losses, one after another, without FSDP: losses and gradient norms."""
-    [*parameters] = (p for group in optimizer.param_groups for p in group["params"])
-    values, norms = [], []
-    for step, loss_of in enumerate(losses, 1):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
-        loss = loss_of()
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 1.0).item())
-        optimizer.step()
-        values.append(loss.item())
-    assert values[-1] < values[0]
-    return values, norms
-
-
-def global_batches(script, args, tokenizer, processes):
-    """Yield what all ranks of the LM script train on in a step, as arrays of all sequences."""
-    source, _ = script.load_texts(args)
-    worlds = [common.World(rank, rank, processes, processes, "cpu") for rank in range(processes)]
-    streams = [iter(script.Batches(args, world, source, tokenizer, [{}], 0)) for world in worlds]
-    micro_batches = args.global_batch_size // (args.micro_batch_size * processes)
-    while True:
-        parts = [batch for stream in streams for batch, _ in itertools.islice(stream, micro_batches)]
-        yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def adamw(model, weight_decay):
-    """As the LM script has it: of what is trained, matrices decay and vectors do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in trained if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
-
-
-def cross_entropy(model, batch):
-    """The mean over all tokens."""
-    logits = model(torch.from_numpy(batch["input_ids"])).logits
-    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch["labels"]).flatten())
-
-
-def assert_equal(folder, plain):
-    tolerance = {"rel": 0.02} if "bf16" in folder.name else CLOSE
-    check_curves(folder, plain, **tolerance)
-
-
-@pytest.mark.parametrize("title", DIFFS)
-def test_every_diff_applies_and_leaves_no_name_undefined(title, tmp_path):
-    folder = patched(tmp_path / "copy", title)
+def test_every_diff_applies_and_leaves_no_name_undefined(tmp_path):
+    for number, titles in enumerate([*([title] for title in recipes()), *TOGETHER]):
+        patched(tmp_path / str(number), *titles)
     ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", ROOT / "pyproject.toml"]
-    ruff += ["--ignore", "I001,F401"]
-    finished = subprocess.run([*ruff, *folder.glob("*.py")], capture_output=True, text=True)
+    ruff += ["--ignore", "I001,F401", tmp_path]
+    finished = subprocess.run(ruff, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout
 
 
 def test_the_places_that_the_table_names_are_there():
-    rows = re.findall(r"^\| `(\w+)\.py` \|(.+)", PAGE, re.M)
+    rows = re.findall(r"^\| `(\w+\.py)` \|(.+)", PAGE.read_text(), re.M)
     assert len(rows) == 4
     for script, cells in rows:
-        text = (ROOT / f"{script}.py").read_text()
         for name in re.findall(r"`(.+?)`", cells):
             module, _, function = name.rpartition(".")
-            assert function in ((ROOT / f"{module}.py").read_text() if module else text), (script, name)
+            assert function in (ROOT / (f"{module}.py" if module else script)).read_text(), (script, name)
 
 
-# ---- Models of the Hub -----------------------------------------------------------------------------------------
-def test_the_table_of_models_has_their_sizes():
-    rows = re.findall(r"^\| (\S+/\S+) \| ([\d,]+) \| (\S+) \| (\S+) \|", PAGE, re.M)
+STEPS, LAYERS, SOURCE, SUMMARY = 4, 2, 40, 12
+RATE = 2e-3
+VARIANTS = {
+    "fsdp1": fsdp(1),
+    "fsdp2": fsdp(2),
+    "fsdp1 recomputing": (*fsdp(1), "--activation-checkpointing"),
+    "fsdp2 recomputing and offloading": ("--activation-checkpointing", "--cpu-offload"),
+}
+SHARED = ("--precision", "fp32", "--log-every", 1, "--max-steps", STEPS, "--lr", RATE)
+T5 = (*SHARED, "--num-train-samples", 0, "--num-validation-samples", 4, "--batch-size", 4, "--epochs", 1)
+T5 = (*T5, "--max-source-length", SOURCE, "--max-target-length", SUMMARY)
+LM = (*SHARED, "--seq-length", 32, "--global-batch-size", 8, "--micro-batch-size", 2, "--num-validation-texts", 8)
+LM = (*LM, "--warmup-steps", STEPS)
+
+
+# ---- Models of the Hub -----------------------------------------------------------------------------------------------
+@pytest.mark.long
+def test_the_table_has_the_models_sizes():
+    from tried_shapes import MODELS
+
+    rows = re.findall(r"^\| (\S+/\S+) \| ([\d,]+) \| (\S+) \| (\S+) \|", PAGE.read_text(), re.M)
     assert len(rows) >= 10
     for name, *printed in rows:
-        config, file_bytes = tried_shapes.MODELS[name]
-        script = t5_fsdp if tried_shapes.is_t5(config) else lm_multinode
-        count = script.empty_model(config).num_parameters()
-        assert printed == [f"{count:,}", cell(count * file_bytes / 2**30), cell(16 * count / 2**30)], name
+        config, file_bytes = MODELS[name]
+        count = num_parameters(config)
+        assert printed == [f"{count:,}", f"{count * file_bytes / 2**30:.4g}", f"{16 * count / 2**30:.4g}"], name
 
 
-def test_models_of_the_hub_train(tmp_path):
-    """Two of the table: one that normalizes queries and keys, and one that attends to 512 tokens, and not one more."""
-    names = ("Qwen/Qwen3-0.6B", "google/gemma-3-270m")
-    runs = []
-    for name in names:
-        config, _ = tried_shapes.MODELS[name]
-        tried_shapes.write_model(config, tmp_path / name / "model")
-        script, flags, _ = tried_shapes.run_of(config, tmp_path / name)
-        runs.append([*flags, "--no-save-model"])
-    run_many(script, runs, 2)
-    for name in names:
-        assert len(curve(tmp_path / name / "output")) == 2
-    finished = run_many(script, [[*flags, "--seq-length", 513]], 2, check=False)
-    assert finished.returncode == 2 and "attends to 512 tokens only; --seq-length must not be longer" in finished.stderr
+@pytest.mark.long
+def test_models_of_the_hub_train(tiny_llama, tmp_path):
+    """One that normalizes queries and keys, and one that attends to 32 tokens, and not one more."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 1024}
+    settings = []
+    for config in (Qwen3Config(**sizes), Gemma3TextConfig(**sizes, sliding_window=32)):
+        folder = tmp_path / config.model_type
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(folder)
+        settings.append([*LM, "--model", folder, "--output-dir", folder / "output"])
+    run_many("lm_multinode.py", settings, 2)
+    for name in ("qwen3", "gemma3_text"):
+        assert len(curve(tmp_path / name / "output")) == STEPS
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "output" / "model")
+    finished = run_many("lm_multinode.py", [[*settings[1], "--seq-length", 33]], 2, check=False)
+    assert finished.returncode == 2 and "--seq-length" in finished.stderr
 
 
-# ---- T5 script: BART and M2M100 --------------------------------------------------------------------------------
-GLOBAL_BATCH, STEPS, SOURCE, SUMMARY, LAYERS = 8, 4, 40, 12, 2
-CONFIGS = {"bart": BartConfig, "m2m_100": M2M100Config}
+# ---- Against loops without FSDP --------------------------------------------------------------------------------------
+def check_training(script, flags, plain, load, root, variants=VARIANTS):
+    """On two processes each variant trains as the plain loop did, and exports its model. Returns the output folders."""
+    folders = {name: root / name for name in variants}
+    settings = [[*flags, *variants[name], "--output-dir", folders[name]] for name in variants]
+    run_many(script, settings, 2, change=["record_model"])
+    curves, loss_of = plain
+    assert abs(curves[2][0] - curves[2][1]) > 1e-3  # it has learned something
+    for name, folder in folders.items():
+        check_curves(folder, curves)
+        exported = [*folder.glob("best"), *folder.glob("model")]
+        assert len(exported) == ("--no-save-model" not in variants[name]), name
+        for path in exported:
+            assert loss_of(load(path)).item() == pytest.approx(curves[2][1], **CLOSE)
+    return folders.values()
 
 
-def save(model, tokenizer, folder):
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
-    return folder
+def train_and_validate(model, optimizer, batches, to_validate, loss_of, schedule):
+    """Losses, gradient norms and the validation losses before and after; a function: a model's validation loss."""
+    validate = functools.partial(loss_of, batch=to_validate)
+    before = validate(model).item()
+    losses = [functools.partial(loss_of, model, batch) for batch in batches]
+    curves = train_plainly(optimizer, losses, schedule)
+    return (*curves, [before, validate(model).item()]), validate
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def folder(request, tiny_model, tmp_path_factory):
+def t5_loss(model, batch):
+    return model(**batch).loss
+
+
+def train_t5_plainly(model, tokenizer, csv, prefix=""):
+    to_train, to_validate = (t5_samples(part, tokenizer, SOURCE, SUMMARY, prefix) for part in t5_articles(csv))
+    [to_validate] = t5_batches(to_validate[:4], tokenizer, 4)
+    batches = t5_batches(to_train, tokenizer, 8)[:STEPS]
+    optimizer = torch.optim.AdamW(model.parameters())
+    return train_and_validate(model, optimizer, batches, to_validate, t5_loss, lambda step: RATE)
+
+
+def train_lm_plainly(model, tokenizer, flags, weight_decay=0.1, loss_of=cross_entropy, **script):
+    args = parse("lm_multinode.py", *flags)
+    steps = itertools.islice(lm_global_batches(args, tokenizer, 2, **script), STEPS)
+    batches = [joined(step) for step in steps]
+    to_validate = lm_held_out(args, tokenizer, **script)
+    optimizer = adamw(model, weight_decay)
+    return train_and_validate(model, optimizer, batches, to_validate, loss_of, lambda step: RATE * step / STEPS)
+
+
+def add_adapters(model, *names):
+    """As the recipe does, but by peft's own class."""
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=list(names)))
+
+
+def write_seq2seq(config_class, tokenizer, folder):
     """A pretrained model as it may come: in fp16, with LayerDrop, with a buffer that has been trained."""
     sizes = {"d_model": 32, "vocab_size": 1024, "max_position_embeddings": 64}
     for part in ("encoder", "decoder"):
@@ -220,256 +201,264 @@ def folder(request, tiny_model, tmp_path_factory):
     special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "decoder_start_token_id": 1}
     off = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
     torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(CONFIGS[request.param](**sizes, **special, **off))
-    if request.param == "bart":
+    model = AutoModelForSeq2SeqLM.from_config(config_class(**sizes, **special, **off))
+    if config_class is BartConfig:
         model.final_logits_bias.normal_()
-    return save(model.half(), tiny_model, tmp_path_factory.mktemp(request.param))
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def plain(folder, articles_csv):
-    """Losses and gradient norms without FSDP, by the model's own loss; the model, and the batch of the next step."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    articles = load(articles_csv)[0]
-    texts = tokenizer(articles["text"][:], max_length=SOURCE, truncation=True)
-    labels = tokenizer(articles["summary"][:], max_length=SUMMARY, truncation=True)
-    pairs = zip(texts["input_ids"], labels["input_ids"], strict=True)
-    samples = [{"input_ids": text, "labels": label} for text, label in pairs]
+@pytest.mark.long
+@pytest.mark.parametrize("config_class", [BartConfig, M2M100Config])
+def test_bart_and_m2m100_train_as_a_plain_loop_does(config_class, tiny_model, articles_csv, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    write_seq2seq(config_class, tokenizer, tmp_path / "pretrained")
     off = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32, **off).train()
-    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-    args, world = Namespace(batch_size=GLOBAL_BATCH, accumulation_steps=1, seed=1), common.World(0, 0, 1, 1, "cpu")
-    steps = t5_fsdp.split_epoch(args, world, lengths, 1)[: STEPS + 1]
-    collate = DataCollatorForSeq2Seq(tokenizer)
-    *batches, following = (collate([samples[number] for number in step]) for step in steps)
-    losses = [lambda batch=batch: model(**batch).loss for batch in batches]
-    return train_plainly(torch.optim.AdamW(model.parameters()), losses), model, following
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float32, **off).train()
+    plain = train_t5_plainly(model, tokenizer, articles_csv)
+
+    script = patched(tmp_path / "copy", "T5 script: BART or M2M100") / "t5_fsdp.py"
+    flags = (*T5, "--model", tmp_path / "pretrained", "--dataset", articles_csv)
+    load = AutoModelForSeq2SeqLM.from_pretrained
+    for folder in check_training(script, flags, plain, load, tmp_path):
+        for rank in range(2):
+            seen = torch.load(folder / f"model-{rank}.pt")
+            assert seen["units"] == 2 * LAYERS + 1
+            assert len(seen["buffers"]) == len([*model.buffers()]) > 0
+            assert all(map(torch.equal, seen["buffers"], model.buffers()))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_bart_and_m2m100_train_as_a_plain_loop_does(folder, plain, articles_csv, processes, tmp_path):
-    arguments = ["--model", folder, "--dataset", articles_csv, "--num-train-samples", 0, "--max-steps", STEPS]
-    arguments += ["--batch-size", GLOBAL_BATCH // processes, "--num-validation-samples", 4]
-    arguments += ["--max-source-length", SOURCE, "--max-target-length", SUMMARY]
-    runs = train("t5_fsdp", SEQ2SEQ, arguments, processes, tmp_path)
-    curve, model, following = plain
-    # What the model makes when it is built, but BART's bias, which is a weight in all but name.
-    made = [*AutoModelForSeq2SeqLM.from_config(model.config).buffers()]
-    if model.config.model_type == "bart":
-        made = [AutoModelForSeq2SeqLM.from_pretrained(folder).final_logits_bias.float()]
-    assert made and all(buffer.std() > 0.5 for buffer in made)
-    for name, run in runs.items():
-        assert_equal(run, curve)
-        for rank in range(processes):
-            seen = torch.load(run / f"seen-{rank}.pt")
-            assert seen["units"] == 2 * LAYERS + 1, name
-            assert len(seen["buffers"]) == len(made) and all(map(torch.equal, seen["buffers"], made)), name
-    exported = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "fsdp2" / "best")
-    assert exported(**following).loss.item() == pytest.approx(model(**following).loss.item(), abs=1e-5)
-
-
-# ---- T5 script: a CSV, a metric, a schedule --------------------------------------------------------------------
-WARMUP, EPOCHS = 6, 2
-STOPS = {1: (14, 0), 2: (5, 14, 0)}  # of each version: in the second epoch, in the warm-up; 0: at the end
-
-
-@pytest.fixture(scope="module")
-def csv(tmp_path_factory):
-    """200 rows in other columns: 190 usable, of which the summaries of 20 are longer than the texts."""
-    rows = []
-    for number in range(200):
-        text = common.builtin_article(number)["text"]
-        abstract = "Peel the beans." if number % 4 == 0 else "Wash the tomatoes."
-        if number < 20:
-            text = abstract[:-1] if number % 2 else abstract[:10]
-        rows.append({"body": "" if 20 <= number < 30 else text, "abstract": abstract})
-    return write_csv(tmp_path_factory.mktemp("csv") / "my.csv", rows)
-
-
-@pytest.fixture(scope="module")
-def runs(csv, tmp_path_factory):
-    """For each version a run with both diffs, and one that is stopped twice; what they printed."""
-    root = tmp_path_factory.mktemp("runs")
-    [command] = re.findall(r"^python t5_fsdp.py (--dataset my.csv .+)", PAGE, re.M)
-    arguments = shlex.split(command.replace("my.csv", str(csv)))
-    arguments += ["--model", make_model(root / "model", dropout=0.1), "--precision", "fp32", "--batch-size", 8]
-    arguments += ["--lr", 0.01, "--warmup-steps", WARMUP, "--epochs", EPOCHS, "--log-every", 1]
-    arguments += ["--max-source-length", SOURCE, "--max-target-length", SUMMARY, "--checkpoint-every", 100]
-    settings = []
-    for version in (1, 2):
-        versioned = [*arguments, "--fsdp-version", version, "--save-model" if version == 2 else "--no-save-model"]
-        settings.append([*versioned, "--output-dir", root / f"whole{version}"])
-        for stop in STOPS[version]:
-            settings.append([*versioned, "--output-dir", root / f"parts{version}", "--max-steps", stop, "--resume"])
-    return root, launch(patched(root / "copy", METRIC, SCHEDULE), "t5_fsdp", settings, 2)
-
-
-def test_the_flags_read_another_csv(runs, csv):
-    [train, validation] = map(int, re.search(r"^data +(\d+) articles .*, (\d+) to validate", runs[1], re.M).groups())
-    assert train + validation == 190
-    assert sum(map(len, load(csv, text="body", summary="abstract"))) == 170  # without --max-summary-share
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_linear_schedule_is_followed_and_a_resumed_run_repeats_it(runs, csv, version):
-    whole, parts = (records(runs[0] / f"{name}{version}", "loss") for name in ("whole", "parts"))
-    samples = len(load(csv, text="body", summary="abstract", longest=2)[0])
-    steps = samples // 16
-    assert [row["step"] for row in whole] == list(range(1, EPOCHS * steps + 1))
-    done = [(step // steps + step % steps * 16 / samples) / EPOCHS for step in range(EPOCHS * steps)]
-    expected = [0.01 * min(step / WARMUP, 1 - part) for step, part in enumerate(done, 1)]
-    assert [row["lr"] for row in whole] == pytest.approx(expected)
-    assert max(expected) > 0.008 and expected[WARMUP - 1 :] == sorted(expected[WARMUP - 1 :], reverse=True)
-    assert 0 < expected[-1] < 0.001
-    for name in ("step", "loss", "lr", "grad_norm"):
-        assert [row[name] for row in parts] == [row[name] for row in whole]
-
-
-def test_exact_match_is_the_share_of_equal_summaries(runs, csv):
-    root, printed = runs
-    before, *rows = records(root / "whole2", "val_loss")
-    best = min(rows, key=lambda row: row["val_loss"])
-    tokenizer = AutoTokenizer.from_pretrained(root / "whole2" / "best")
-    model = AutoModelForSeq2SeqLM.from_pretrained(root / "whole2" / "best").eval()
-    equal = []
-    for article in load(csv, text="body", summary="abstract", longest=2)[1]:
-        source = tokenizer("summarize: " + article["text"], max_length=SOURCE, truncation=True, return_tensors="pt")
-        written = model.generate(source["input_ids"], max_new_tokens=SUMMARY, do_sample=False)[0]
-        equal.append(tokenizer.decode(written, skip_special_tokens=True).strip() == article["summary"])
-    assert before["exact"] == 0 and 0 < best["exact"] < 1
-    assert best["exact"] == pytest.approx(sum(equal) / len(equal))
-    assert re.search(rf"^step .* \| rougeL .* \| exact {best['exact']:.4f}$", printed, re.M)
-
-
-# ---- LM script: GPT-2 ------------------------------------------------------------------------------------------
-LENGTH, WARM, LM_STEPS = 32, 2, 6
-
-
-@pytest.fixture(scope="module")
-def gpt2(tiny_model, tmp_path_factory):
+@pytest.mark.long
+def test_gpt2_trains_as_a_plain_loop_does(tiny_llama, tmp_path):
     """No parameter is zero, so that weight decay of the wrong ones shows."""
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=1024, n_positions=64, n_embd=32, n_layer=LAYERS, n_head=4, eos_token_id=1, **off)
-    model = GPT2LMHeadModel(config)
+    model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    return save(model, tiny_model, tmp_path_factory.mktemp("gpt2"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "pretrained")
+
+    flags = (*LM, "--model", tmp_path / "pretrained", "--weight-decay", 1.0)
+    plain = train_lm_plainly(model, tokenizer, flags, weight_decay=1.0)
+    script = patched(tmp_path / "copy", "LM script: GPT-2") / "lm_multinode.py"
+    for folder in check_training(script, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path):
+        assert torch.load(folder / "model-0.pt")["units"] == LAYERS + 1
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_gpt2_trains_as_a_plain_loop_does(gpt2, processes, tmp_path, monkeypatch):
-    arguments = ["--model", gpt2, "--seq-length", LENGTH, "--global-batch-size", 8, "--max-steps", LM_STEPS]
-    arguments += ["--warmup-steps", WARM, "--weight-decay", 1.0, "--num-validation-texts", 3]
-    runs = train("lm_multinode", GPT2, arguments, processes, tmp_path)
-    monkeypatch.setattr(sys, "argv", ["", *map(str, arguments), "--micro-batch-size", str(8 // processes)])
-    args, tokenizer = lm_multinode.parse_args(), AutoTokenizer.from_pretrained(gpt2)
-    batches = itertools.islice(global_batches(lm_multinode, args, tokenizer, processes), LM_STEPS + 1)
-    model = GPT2LMHeadModel.from_pretrained(gpt2).train()
-    *losses, after = (lambda model=model, batch=batch: cross_entropy(model, batch) for batch in batches)
-    plain = train_plainly(adamw(model, weight_decay=1.0), losses, lambda step: lm_multinode.learning_rate(args, step))
-    for name, run in runs.items():
-        assert_equal(run, plain)
-        assert torch.load(run / "seen-0.pt")["units"] == LAYERS + 1, name
-    exported = GPT2LMHeadModel.from_pretrained(runs["fsdp2"] / "model")
-    assert after(exported).item() == pytest.approx(after().item(), abs=1e-5)
+@pytest.mark.long
+def test_t5_with_lora_trains_as_peft_does(tiny_model, articles_csv, tmp_path):
+    def load(adapter):
+        return PeftModel.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained(tiny_model), adapter)
+
+    model = add_adapters(AutoModelForSeq2SeqLM.from_pretrained(tiny_model), "q", "v")
+    plain = train_t5_plainly(model, AutoTokenizer.from_pretrained(tiny_model), articles_csv, "summarize: ")
+    script = patched(tmp_path / "copy", LORA_T5) / "t5_fsdp.py"
+    check_training(script, (*T5, "--model", tiny_model, "--dataset", articles_csv), plain, load, tmp_path)
 
 
-# ---- LM script: write with a checkpoint ---------------------------------------------------------------------------
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
+    """A base in bf16 computes with rounded weights. The lines of the page merge the adapter into its base."""
+
+    def load(adapter):
+        paths = {"BASE": tiny_llama, "output/lm_multinode/model": adapter, "merged": tmp_path / "merged"}
+        exec(snippet(LORA_LM, **paths), {})
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=getattr(torch, dtype))
+    model = add_adapters(base, "q_proj", "v_proj").float()
+    flags = (*LM, "--model", tiny_llama)
+    plain = train_lm_plainly(model, AutoTokenizer.from_pretrained(tiny_llama), flags)
+    script = patched(tmp_path / "copy", LORA_LM) / "lm_multinode.py"
+    script.write_text(script.read_text().replace("dtype=torch.float32)", f"dtype=torch.{dtype})"))
+    variants = VARIANTS if dtype == "float32" else {"fsdp2": ("--no-save-model",)}
+    check_training(script, flags, plain, load, tmp_path, variants)
+
+
+# ---- Chat models -----------------------------------------------------------------------------------------------------
+TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.content }}</s>{% endfor %}\
+{% if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+def conversation(number):
+    """A question and an answer, or two of each."""
+    messages = [{"role": "system", "content": "Be brief."}]
+    for turn in range(1 + number % 2):
+        article = builtin_article(2 * number + turn)
+        messages.append({"role": "user", "content": article["text"]})
+        messages.append({"role": "assistant", "content": article["headline"]})
+    return messages
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_llama, tmp_path_factory):
+    """The edited script; flags with a file of conversations and a model whose tokenizer has a template; that."""
+    root = tmp_path_factory.mktemp("chat")
+    folder = patched(root / "copy", CHAT)
+    (folder / "lm_multinode.py").rename(folder / "lm_of_chats.py")  # else it would replace the module
+    shutil.copytree(tiny_llama, root / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(root / "model")
+    lines = [json.dumps({"messages": conversation(number)}) for number in range(300)]
+    (root / "chats.jsonl").write_text("\n".join(lines))
+    flags = (*LM, "--model", root / "model", "--dataset", root / "chats.jsonl", "--text-column", "messages")
+    return load_module(folder / "lm_of_chats.py"), (*flags, "--seq-length", 192, "--device", "cpu"), tokenizer
+
+
+def conversations_of(batch):
+    """Those that are packed in a batch: token ids and labels. What is left of a sequence has no labels."""
+    found = []
+    for tokens, labels, positions in zip(batch["input_ids"], batch["labels"], batch["positions"], strict=True):
+        starts = [*np.flatnonzero(positions == 0), len(positions)]
+        for first, end in itertools.pairwise(starts):
+            if (labels[first:end] != -100).any():
+                found.append((tokens[first:end], labels[first:end]))
+    return found
+
+
+def answer_loss(model, batch):
+    """The mean over the answers' tokens, each conversation alone."""
+    total, count = 0.0, 0
+    for tokens, labels in conversations_of(batch):
+        logits = model(torch.from_numpy(tokens)[None]).logits[0]
+        total = total + F.cross_entropy(logits, torch.from_numpy(labels), reduction="sum")
+        count += (labels != -100).sum()
+    return total / count
+
+
+@pytest.mark.long
+def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations_does(chat, tiny_llama, tmp_path):
+    script, flags, tokenizer = chat
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    plain = train_lm_plainly(model, tokenizer, flags, loss_of=answer_loss, script=script)
+    variants = {name: VARIANTS[name] for name in ("fsdp1", "fsdp2")}
+    check_training(script.__file__, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path, variants)
+
+
+@pytest.mark.long
+def test_only_answers_are_learned(chat):
+    """To their ends, or to where they are cut off. A conversation may begin with an assistant, who has no prompt then;
+    of a block of records none may have an answer."""
+    script, flags, tokenizer = chat
+    args = parse("lm_multinode.py", *flags)
+
+    def learned_of(*chats):
+        batch = lm_packed([json.dumps({"messages": messages}) for messages in chats], args, tokenizer, script=script)
+        return [tokenizer.decode(labels[labels != -100]).replace(" ", "") for _, labels in conversations_of(batch)]
+
+    _, question, answer = conversation(0)
+    said = f"{answer['content']}</s>".replace(" ", "")  # the tokenizer makes some
+    assert learned_of([question], [answer]) == []
+    assert learned_of([question], [answer], [question, answer]) == [said]
+    assert learned_of([question, answer, question, answer], [question, answer]) in ([2 * said, said], [said, 2 * said])
+    [cut_off] = learned_of(5 * [question, answer])
+    assert (5 * said).startswith(cut_off) and len(said) < len(cut_off) < 5 * len(said)
+
+    # As Qwen3's, which takes the thoughts out of earlier answers.
+    changes_earlier = AutoTokenizer.from_pretrained(args.model)
+    changes_earlier.chat_template = "{{ messages | length }} " + TEMPLATE
+    with pytest.raises(UserError, match="chat template"):
+        lm_held_out(args, changes_earlier, script=script)
+
+
+@pytest.mark.long
+def test_a_chat_model_trains_with_lora(chat, tmp_path):
+    script = patched(tmp_path / "copy", CHAT, LORA_LM) / "lm_multinode.py"
+    run_many(script, [[*chat[1], "--output-dir", tmp_path]], 2)
+    assert len(curve(tmp_path)) == STEPS
+    assert (tmp_path / "model" / "adapter_model.safetensors").exists()
+
+
+# ---- Numbers, and tools to watch them --------------------------------------------------------------------------------
+@pytest.mark.long
+def test_the_metric_and_the_schedule_are_what_they_say(tmp_path):
+    """Exact match is the share of equal summaries; the learning rate is the lower of two lines."""
+    rows = [builtin_article(number) for number in range(200)]
+    for number, row in enumerate(rows):
+        row["headline"] = "Peel the beans." if number % 4 == 0 else "Wash the tomatoes."
+    csv = write_csv(tmp_path / "articles.csv", rows)
+    flags = (*T5, "--model", make_model(tmp_path / "model"), "--dataset", csv, "--num-validation-samples", 0)
+    flags = (*flags, "--max-steps", 0, "--epochs", 2, "--lr", 0.01, "--warmup-steps", 6, "--output-dir", tmp_path)
+    script = patched(tmp_path / "copy", METRIC, SCHEDULE) / "t5_fsdp.py"
+    run_many(script, [flags], 2)
+
+    to_train, to_validate = t5_articles(csv)
+    steps = len(t5_steps([1] * len(to_train), 8))
+    done = [(step // steps + step % steps * 8 / len(to_train)) / 2 for step in range(2 * steps)]
+    rates = [0.01 * min(step / 6, 1 - part) for step, part in enumerate(done, 1)]
+    assert curve(tmp_path, "lr") == pytest.approx(rates)
+
+    best = min(records(tmp_path, "val_loss")[1:], key=lambda row: row["val_loss"])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "best")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "best").eval()
+    equal = []
+    for article in to_validate:
+        source = tokenizer("summarize: " + article["text"], max_length=SOURCE, truncation=True, return_tensors="pt")
+        written = model.generate(source["input_ids"], max_new_tokens=SUMMARY, do_sample=False)[0]
+        equal.append(tokenizer.decode(written, skip_special_tokens=True).strip() == article["summary"])
+    assert best["exact"] == pytest.approx(sum(equal) / len(equal))
+    assert any(equal)
+
+
+@pytest.mark.long
 def test_a_checkpoint_writes_without_fsdp(tmp_path):
     """From two processes; its weights are those of the export of the same step."""
+    output = tmp_path / "output"
     flags = ("--max-steps", 2, "--checkpoint-every", 2, "--num-validation-texts", 3)
-    succeed("lm_multinode.py", *flags, "--output-dir", tmp_path / "output", processes=2, fork=True)
-    [code] = re.findall(r"^## LM script: write with .+?^```python\n(.+?)^```$", PAGE, re.M | re.S)
-    assert '"output/lm_multinode"' in code
-    code = code.replace('"output/lm_multinode"', repr(str(tmp_path / "output")))
+    run_many("lm_multinode.py", [[*flags, "--output-dir", output]], 2)
+    code = snippet("LM script: write with a checkpoint", **{"output/lm_multinode": output})
     (tmp_path / "write.py").write_text(f"{code}\ntorch.save(model.state_dict(), {str(tmp_path / 'weights.pt')!r})\n")
-    printed = succeed(tmp_path / "write.py", fork=True).stdout
-    assert f"{tmp_path / 'output' / 'checkpoints' / 'step-0000002'}\n The class definition" in printed
+    assert "The class definition" in succeed(tmp_path / "write.py", fork=True).stdout
     weights = torch.load(tmp_path / "weights.pt")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "output" / "model").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(output / "model").state_dict()
     assert weights.keys() == exported.keys()
     assert all(torch.equal(weights[name], exported[name]) for name in weights)
 
 
-# ---- Weights & Biases ------------------------------------------------------------------------------------------
-def read_wandb(path):
-    """The records of a .wandb file: LevelDB's log, in blocks of 32 KiB, of Protocol Buffers."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, place, parts = path.read_bytes(), 7, b""  # after its header
-    while place + 7 <= len(data):
-        if (left := 2**15 - place % 2**15) < 7:  # too few for a header
-            place += left
-            continue
-        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-        place += 7 + length
-        parts += data[place - length : place]
-        if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(parts)
-            parts = b""
-
-
-def test_weights_and_biases_has_every_value(tmp_path):
-    require("wandb")
-    flags = [*FEW_STEPS, "--output-dir", tmp_path / "output"]
-    folder = patched(tmp_path / "copy", WANDB)
-    run_many(folder / "lm_multinode.py", [flags], 2, fork=False, WANDB_MODE="offline", WANDB_SILENT="true")
-    [file] = (tmp_path / "output").glob("wandb/offline-run-*/*.wandb")
-    logged = {}
-    for record in read_wandb(file):
-        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-        for name, value in row.items():
-            logged.setdefault(name, {})[row["_step"]] = value
-    for name in ("loss", "val_loss", "grad_norm", "lr", "tokens/s", "perplexity"):
-        written = {row["step"]: row[name] for row in records(tmp_path / "output", name)}
-        assert len(written) >= 2 and logged[name] == pytest.approx(written), name
-
-
-# ---- Where time and memory go ----------------------------------------------------------------------------------
-def test_a_trace_has_steps_and_units(tmp_path):
-    """Of every rank, and the picture is drawn from it."""
-    flags = [*FEW_STEPS, "--max-steps", 14, "--output-dir", tmp_path]
-    folder = patched(tmp_path / "copy", PROFILER)
-    run_many(folder / "lm_multinode.py", [flags], 2)
-    for rank in range(2):
-        events = json.loads((tmp_path / f"trace-{rank}.json").read_text())["traceEvents"]
-        names = [event["name"] for event in events]
-        assert [name for name in names if name.startswith("ProfilerStep")] == ["ProfilerStep#11", "ProfilerStep#12"]
-        assert names.count("FSDP::all_gather (model.layers.1)") == 2 * 2 * 2  # steps, micro-batches, passes
-    found = draw_trace.spans(*draw_trace.read_step(tmp_path / "trace-0.json")[:2])
-    assert {kind for _, kind in found} == set(draw_trace.KINDS)
-    assert all(begin >= 0 and length > 0 for places in found.values() for begin, length in places)
-
-
-def note_snapshots(script):
-    """What the recipe asks of CUDA's allocator, where there is none."""
-    calls = []
-    torch.cuda.memory._record_memory_history = lambda: calls.append("record")
-    torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_text(" ".join(calls))
-
-
-def test_a_snapshot_is_written_in_the_third_step(tmp_path):
-    """PyTorch has both functions; on a GPU they are called as here."""
-    assert torch.cuda.memory._record_memory_history and torch.cuda.memory._dump_snapshot
-    folder = patched(tmp_path / "copy", SNAPSHOT)
-    run_many(folder / "lm_multinode.py", [[*FEW_STEPS, "--output-dir", tmp_path]], 2, change=note_snapshots)
-    assert [(tmp_path / f"memory-{rank}.pickle").read_text() for rank in range(2)] == ["record", "record"]
-
-
-# ---- TensorBoard -----------------------------------------------------------------------------------------------
-def test_tensorboard_has_every_value(tiny_model, articles_csv, tmp_path):
-    require("tensorboard")
-    arguments = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 16, "--batch-size", 8]
-    arguments += ["--epochs", 2, "--log-every", 1, "--max-target-length", SUMMARY, "--no-save-model"]
-    settings = [[*arguments, "--output-dir", tmp_path / "output"]]
-    launch(patched(tmp_path / "copy", BOARD), "t5_fsdp", settings, processes=1)
+@pytest.mark.long
+def test_tensorboard_has_every_value_and_the_profiler_two_steps(tiny_llama, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(tmp_path / "output")).Reload()
-    names = {"loss", "val_loss", "rouge1", "rouge2", "rougeL", "grad_norm", "lr", "tokens/s", "peak_gb"}
-    assert set(board.Tags()["scalars"]) == names
-    for name in names:
-        shown, written = board.Scalars(name), records(tmp_path / "output", name)
-        assert len(written) >= 3 and [point.step for point in shown] == [row["step"] for row in written]
-        assert [point.value for point in shown] == pytest.approx([row[name] for row in written], rel=1e-6)
+    script = patched(tmp_path / "copy", "TensorBoard", "Where does the time go?") / "lm_multinode.py"
+    run_many(script, [[*LM, "--model", tiny_llama, "--max-steps", 14, "--output-dir", tmp_path]], 2)
+    rows = records(tmp_path, "step")
+    board = EventAccumulator(str(tmp_path)).Reload()
+    assert {name for row in rows for name in row} - {"run", "seconds", "step"} == set(board.Tags()["scalars"])
+    for name in board.Tags()["scalars"]:
+        shown = {point.step: point.value for point in board.Scalars(name)}
+        assert shown == pytest.approx({row["step"]: row[name] for row in rows if name in row}, nan_ok=True), name
+
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace-{rank}.json").read_text())["traceEvents"]
+        names = {event["name"] for event in events}
+        assert len([name for name in names if name.startswith("ProfilerStep")]) == 2
+        assert any("all_gather" in name and "layers.1" in name for name in names)
+
+
+WANDB = """
+import json, types
+
+def log(record, step):
+    print("logged", json.dumps([step, record]), flush=True)
+
+def init(project, name, dir):
+    return types.SimpleNamespace(log=log)
+"""
+
+
+@pytest.mark.long
+def test_weights_and_biases_has_every_value_and_a_snapshot_three_steps(tiny_llama, tmp_path):
+    """Of stand-ins: for wandb, and for what PyTorch has for CUDA's allocator."""
+    folder = patched(tmp_path / "copy", "Weights & Biases", "Where does the memory go?")
+    (folder / "wandb.py").write_text(WANDB)
+    flags = [*LM, "--model", tiny_llama, "--output-dir", tmp_path]
+    printed = run_many(folder / "lm_multinode.py", [flags], 2, change=["record_snapshots"]).stdout
+    logged = [json.loads(line) for line in re.findall(r"^logged (.+)", printed, re.M)]
+    assert logged == [[row["step"], row] for row in records(tmp_path, "step")]
+    for rank in range(2):
+        assert (tmp_path / f"memory-{rank}.pickle").read_text() == "recorded step step step"

@@ -2,132 +2,109 @@
 
 import json
 import re
+import shutil
 from argparse import Namespace
 
 import pytest
 import will_it_fit
-from conftest import ROOT, run, run_many
-from memory_tracker import record_peak
+from conftest import ROOT, run_many
 
-SHARED = ("--max-steps", 4, "--no-save-model")
-LM = (*SHARED, "--seq-length", 128, "--micro-batch-size", 4, "--num-validation-texts", 20, "--model", "tiny")
-T5 = (*SHARED, "--no-run-validation", "--num-train-samples", 64, "--batch-size", 2)
-T5 = (*T5, "--max-source-length", 16, "--max-target-length", 8)  # every article and summary is longer
-FP32, BF16, ONE = ("--precision", "fp32"), ("--precision", "bf16"), ("--global-batch-size", 16)  # micro-batch a step
-TWO = ("--shards-per-replica", 2)
-CASES = {
-    "FULL_SHARD": (*LM, *FP32, *ONE),
-    "bf16": (*LM, *BF16, *ONE),
-    "SHARD_GRAD_OP, accumulating": (*LM, *FP32, "--global-batch-size", 32, "--sharding-strategy", "SHARD_GRAD_OP"),
-    "NO_SHARD": (*LM, *FP32, *ONE, "--sharding-strategy", "NO_SHARD"),
-    "HYBRID_SHARD": (*LM, *FP32, *ONE, "--sharding-strategy", "HYBRID_SHARD", *TWO),
-    "DILOCO": (*LM, *FP32, *ONE, "--sharding-strategy", "DILOCO", *TWO, "--local-steps", 2, "--validate-every", 2),
-    "recomputing": (*LM, *BF16, *ONE, "--activation-checkpointing"),
-}
+from inside import LM_READS_THE_LOSS, LM_WIDER
 
-
-def test_the_prediction_is_what_a_real_step_of_the_llama_holds(tmp_path):
-    settings = [[*flags, "--output-dir", tmp_path / name] for name, flags in CASES.items()]
-    run_many("lm_multinode.py", settings, 4, change=record_peak)
-    for name, flags in CASES.items():
-        check("lm_multinode.py", flags, 4, tmp_path / name)
-
-
-def check(script, flags, processes, folder):
-    """The prediction for a CPU is what this run of rank 0 held."""
-    held = json.loads((folder / "peak-0.json").read_text())
-    options = Namespace(vocabulary=held["vocabulary"], per_node=processes, attention="cpu")
-    with will_it_fit.traced(script, [*flags, "--num-processes", processes], options) as run:
-        assert run.peak() == pytest.approx(held["peak"], rel=0.01), folder.name
-
-
-def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv, tmp_path):
-    """The last one is the model that the script makes itself."""
-    cases = {
-        f"{precision} {strategy} {' '.join(more)}": ("--sharding-strategy", strategy, "--precision", precision, *more)
-        for strategy, precision, more in (
-            ("FULL_SHARD", "fp32", ()),
-            ("SHARD_GRAD_OP", "bf16", ()),
-            ("FULL_SHARD", "grad-bf16", ("--accumulation-steps", "2")),
-            ("FULL_SHARD", "fp32", ("--activation-checkpointing", "--backward-prefetch", "none")),
-        )
-    }
-    cases = {name: ("--model", tiny_model, "--dataset", articles_csv, *flags) for name, flags in cases.items()}
-    cases["builtin"] = ("--precision", "fp32")
-    settings = [[*T5, *flags, "--output-dir", tmp_path / name] for name, flags in cases.items()]
-    run_many("t5_fsdp.py", settings, 2, change=record_peak)
-    for name, flags in cases.items():
-        check("t5_fsdp.py", (*T5, *flags), 2, tmp_path / name)
-
-
+TOOL = "tests/benchmarks/will_it_fit.py"
 PAGE = (ROOT / "docs" / "will-it-fit.md").read_text()
 GPU = Namespace(vocabulary=32_000, per_node=8, attention="gpu")
+STEPS = ("--max-steps", 3, "--no-save-model", "--precision", "fp32")
+LM = (*STEPS, "--seq-length", 128, "--micro-batch-size", 4, "--num-validation-texts", 3)
+ZERO2 = ("--sharding-strategy", "SHARD_GRAD_OP")
+FOUR_CASES = (
+    ("--precision", "bf16"),
+    ("--precision", "bf16", "--activation-checkpointing"),
+    ("--sharding-strategy", "NO_SHARD"),
+    ("--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2),
+    ("--sharding-strategy", "DILOCO", "--shards-per-replica", 2, "--local-steps", 2, "--validate-every", 2),
+)
 
 
+def check(script, settings, processes, tmp_path):
+    """For each list of flags the prediction for a CPU is what a run of rank 0 held."""
+    folders = [tmp_path / str(number) for number in range(len(settings))]
+    arguments = [[*flags, "--output-dir", folder] for flags, folder in zip(settings, folders, strict=True)]
+    run_many(script, arguments, processes, change=("record_peak",))
+    for flags, folder in zip(settings, folders, strict=True):
+        held = json.loads((folder / "peak-0.json").read_text())
+        options = Namespace(vocabulary=held["vocabulary"], per_node=processes, attention="cpu")
+        with will_it_fit.traced(script, [*flags, "--num-processes", processes], options) as run:
+            assert run.peak() == pytest.approx(held["peak"], rel=0.01), flags
+
+
+def test_the_prediction_is_what_a_real_step_holds(tmp_path):
+    """With one micro-batch in a step, and with two, which hold whole gradients."""
+    one, two = (("--global-batch-size", 4 * 2 * count) for count in (1, 2))
+    check("lm_multinode.py", [(*LM, *one), (*LM, *two, *ZERO2)], 2, tmp_path)
+
+
+@pytest.mark.long
+def test_the_prediction_is_what_a_real_step_holds_on_four_processes(tmp_path):
+    check("lm_multinode.py", [(*LM, "--global-batch-size", 16, *more) for more in FOUR_CASES], 4, tmp_path)
+
+
+@pytest.mark.long
+def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv, tmp_path):
+    """The last one is the model that the script makes itself."""
+    t5 = (*STEPS, "--no-run-validation", "--num-train-samples", 64, "--batch-size", 2)
+    t5 += ("--max-source-length", 16, "--max-target-length", 8)  # every article and summary is longer
+    tiny = (*t5, "--model", tiny_model, "--dataset", articles_csv)
+    grad_bf16 = ("--precision", "grad-bf16", "--accumulation-steps", 2)
+    recomputing = ("--activation-checkpointing", "--backward-prefetch", "none")
+    ways = [tiny, (*tiny, "--precision", "bf16", *ZERO2), (*tiny, *grad_bf16), (*tiny, *recomputing), t5]
+    check("t5_fsdp.py", ways, 2, tmp_path)
+
+
+@pytest.mark.long
 def test_the_page_has_what_the_tool_says():
     """One row of its table; the batch that fits, and the next one, which does not; and the line of its command."""
     [row] = will_it_fit.table(GPU, ["150m"], [8])
     assert f"| {' | '.join(map(str, row.values()))} |\n" in PAGE
     script, *flags = will_it_fit.MODELS["150m"]
     largest = int(row["24 GB"].split(" / ")[0])
-    with will_it_fit.traced(script, [*flags, "--num-processes", 8], GPU) as traced:
-        for size in (largest, largest + 1):
-            traced.set_batch(size)
-            assert (traced.peak() <= will_it_fit.USABLE * 24 * will_it_fit.GB) == (size == largest)
-    [command] = re.findall(r"^python tests/benchmarks/will_it_fit.py (lm_multinode.py --model 150m.+)$", PAGE, re.M)
-    printed = run("tests/benchmarks/will_it_fit.py", *command.split(), fork=True, timeout=200).stdout
-    peak = printed.splitlines()[-1]
-    assert re.fullmatch(r"peak \d+\.\d\d GB a process", peak) and f"\n{peak}\n" in PAGE
+    with will_it_fit.traced(script, [*flags, "--num-processes", 8], GPU) as run:
+        assert run.fits(largest, 24)
+        assert not run.fits(largest + 1, 24)
+
+    [command] = re.findall(rf"^python {TOOL} (lm_multinode.py --model 150m.+)$", PAGE, re.M)
+    assert f"\n{run_many(TOOL, [command.split()]).stdout.splitlines()[-1]}\n" in PAGE
 
 
-def test_the_largest_batch_fits_and_the_next_does_not():
-    with will_it_fit.traced("lm_multinode.py", ["--model", "tiny", "--num-processes", 4], GPU) as traced:
-        size = traced.largest_batch(1)
-        peaks = [traced.set_batch(each) or traced.peak() for each in (size, size + 1)]
-    assert size > 4 and peaks[0] <= will_it_fit.USABLE * will_it_fit.GB < peaks[1]
+@pytest.mark.long
+def test_the_largest_batch_sweeps_and_offload():
+    tiny = ("lm_multinode.py", "--model", "tiny", "--num-processes", 4)
+    with will_it_fit.traced(*tiny[:1], tiny[1:], GPU) as run:
+        size = run.largest_batch(1)
+        assert size > 4 and run.fits(size, 1) and not run.fits(size + 1, 1)
 
-
-def test_sweeps_offload_and_what_it_does_not_know():
-    tool, tiny = "tests/benchmarks/will_it_fit.py", ("lm_multinode.py", "--model", "tiny", "--num-processes", 4)
-    swept = run(tool, *tiny, "--sweep", "micro-batch-size=1,4", fork=True).stdout
-    rows = [line.split("|") for line in swept.splitlines() if re.match(r"\| [14] ", line)]
-    assert [row[1] for row in rows] == [" 1 ", " 4 "]
+    printed = run_many(TOOL, [[*tiny, "--sweep", "micro-batch-size=1,4"], [*tiny, "--cpu-offload"]]).stdout
+    one, four, offloaded = (line.split("|")[1:-1] for line in printed.splitlines() if re.match(r"\| [014] ", line))
     # 16 sequences on 4 processes, as in the run: the first accumulates four micro-batches, and has whole gradients.
-    assert float(rows[0][5]) > 3 * float(rows[1][5]) and float(rows[0][6]) < float(rows[1][6])
-    offloaded = run(tool, *tiny, "--cpu-offload", fork=True).stdout
-    assert re.search(r"^\| 0 \| 0 \| ", offloaded, re.M)  # parameters and optimizer are in the CPU's memory
-    assert "absent cannot be read: " in run(tool, "t5_fsdp.py", "--model", "absent", fork=True).stderr.splitlines()[-1]
-    assert "FSDP1 is not traced" in run(tool, *tiny, "--fsdp-version", 1, fork=True).stderr
+    assert float(one[4]) > 3 * float(four[4])
+    assert float(one[5]) < float(four[5])
+    assert offloaded[:2] == [" 0 ", " 0 "]  # parameters and optimizer are in the CPU's memory
+    for flags, sentence in ((("--model", "absent"), "absent"), (("--fsdp-version", 1), "FSDP1")):
+        assert sentence in run_many(TOOL, [["lm_multinode.py", *flags]], check=False).stderr.splitlines()[-1]
 
 
-def test_a_copy_that_somebody_has_edited_is_traced(tmp_path):
-    """With a layer twice as wide it needs more."""
-    for name in ("common.py", "lm_multinode.py"):
-        text = (ROOT / name).read_text()
-        (tmp_path / name).write_text(text.replace('"intermediate_size": 352', '"intermediate_size": 35200'))
-    flags = ("--model", "tiny", "--num-processes", 2)
-    found = [
-        int(float(run("tests/benchmarks/will_it_fit.py", script, *flags, fork=True).stdout.split()[-4]) * 100)
-        for script in ("lm_multinode.py", tmp_path / "lm_multinode.py")
-    ]
-    assert found[1] > found[0] + 10
+@pytest.mark.long
+def test_an_edited_copy_is_traced_and_a_read_is_named_with_its_line(tmp_path):
+    """With layers a hundred times as wide it needs more."""
+    shutil.copy(ROOT / "common.py", tmp_path)
+    copy = tmp_path / "lm_multinode.py"
+    text = (ROOT / "lm_multinode.py").read_text()
+    copy.write_text(text.replace(*LM_WIDER))
+    printed = run_many(TOOL, [["lm_multinode.py"], [copy]]).stdout
+    mine, edited = re.findall(r"^peak ([\d.]+) GB", printed, re.M)
+    assert float(edited) > float(mine) + 0.1
 
-
-def test_a_model_that_reads_a_number_is_named_with_its_line(tmp_path):
-    for name in ("common.py", "lm_multinode.py"):
-        text = (ROOT / name).read_text()
-        (tmp_path / name).write_text(
-            text.replace("        loss_sum += loss.detach()\n", "        loss_sum += loss.item()\n")
-        )
-    finished = run("tests/benchmarks/will_it_fit.py", tmp_path / "lm_multinode.py", fork=True)
+    copy.write_text(text.replace(*LM_READS_THE_LOSS))
+    finished = run_many(TOOL, [[copy]], check=False)
     assert finished.returncode == 1 and "Traceback" not in finished.stderr
-    assert re.search(r"lm_multinode.py, line \d+ reads a number .*: loss_sum \+= loss.item\(\)$", finished.stderr, re.M)
-
-
-def test_the_private_names_that_it_needs_are_there():
-    """PyTorch has no public ones for a group that pretends, tensors without memory, and what FSDP2 gathers into."""
-    from torch._subclasses import FakeTensorMode
-    from torch.distributed.fsdp import FSDPModule
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    assert FakeTensorMode and FakeStore and hasattr(FSDPModule, "_get_fsdp_state")
+    assert re.search(r"lm_multinode.py, line \d+ .*: loss_sum \+= loss.item\(\)$", finished.stderr, re.M)

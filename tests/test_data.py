@@ -1,0 +1,390 @@
+"""What is trained on: the texts of lm_multinode.py, the articles of t5_fsdp.py and the digits of mnist_fsdp.py."""
+
+import gzip
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+import datasets
+import numpy as np
+import pytest
+from conftest import CACHES, curve, losses, run_many, write_csv, write_mnist, write_shards
+
+import inside
+
+
+# ---- Texts of lm_multinode.py ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def tokenizer():
+    return inside.train_tokenizer(["0 1 2 3 4 5 6 7 8 9 lorem"] * 2, 300, append_eos=False)
+
+
+def lm_args(*files, text_column="text", **flags):
+    flags = {"micro_batch_size": 2, "seq_length": 16, "num_validation_texts": 1000} | flags
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    return inside.parse("lm_multinode.py", *flags, "--text-column", text_column, "--dataset", *files)
+
+
+def read_texts(folder):
+    """Those of `write_shards`, in order."""
+    lines = [line for path in sorted(folder.glob("*.gz")) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    return [json.loads(line)["text"] for line in lines]
+
+
+def take(stream, count):
+    """The inputs and labels of some batches, as one array, and the position after each, as a checkpoint has it."""
+    some = list(itertools.islice(stream, count))
+    tokens = np.array([[np.asarray(batch["input_ids"]), np.asarray(batch["labels"])] for batch, _ in some])
+    return tokens, [json.loads(json.dumps(position)) for _, position in some]
+
+
+def whole_texts(tokenizer, tokens, texts):
+    """Those of `texts` that are whole in the inputs, in order."""
+    pieces = [piece.strip() for piece in tokenizer.decode(tokens[:, 0].ravel()).split("</s>")]
+    return [piece for piece in pieces[:-1] if piece in texts]
+
+
+def first_pass(texts):
+    """Up to the first one that comes again."""
+    seen = []
+    for text in texts:
+        if text in seen:
+            break
+        seen.append(text)
+    return seen
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """What the library finds on the Hub: a test puts in the names of datasets or files, with files that are here."""
+    files = {}
+    load_dataset = datasets.load_dataset
+
+    def load_from_here(path, *names, data_files=None, **options):
+        if path in files:
+            return load_dataset("parquet", data_files=files[path], **options)
+        return load_dataset(path, *names, data_files=files.get(str(data_files), data_files), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_from_here)
+    return files
+
+
+@pytest.mark.parametrize("processes, shards", [(2, [40] * 4), (2, [160]), (3, [40] * 4)])
+def test_every_text_comes_once_in_a_pass_whatever_the_processes(tmp_path, tokenizer, processes, shards):
+    """A process has files of its own, or every n-th text where they cannot be divided. Broken records are left out.
+    Passes and seeds have orders of their own."""
+    files = write_shards(tmp_path, shards)
+    texts = read_texts(tmp_path)
+    with gzip.open(tmp_path / "c4-train.00000.json.gz", "a") as file:
+        faults = [b'{"text": "1 cut', b'{"url": "no text"}', b'{"text": null}', b'{"text": 5}', b"[]", b"", b"\n"]
+        file.write(b"\n".join(faults))
+    args = lm_args(files, micro_batch_size=1, seq_length=8)  # little is cut off at the end of a pass
+    source, held_out = inside.lm_texts(args)
+    seen = []
+    for rank in range(processes):
+        tokens, _ = take(inside.lm_stream(args, tokenizer, rank, processes, source=source), 700 // processes)
+        found = whole_texts(tokenizer, tokens, texts)
+        order = first_pass(found)
+        second = found[len(order) :]
+        args.seed = 2
+        tokens, _ = take(inside.lm_stream(args, tokenizer, rank, processes, source=source), 200 // processes)
+        args.seed = 1
+        for other in (texts, second, whole_texts(tokenizer, tokens, texts)):
+            in_both = set(itertools.pairwise(order)) & set(itertools.pairwise(other))
+            assert len(other) > 0.5 * len(order) and len(in_both) < 0.2 * len(order)
+        seen += order
+
+    to_train_on = set(texts) - set(held_out)
+    assert len(seen) == len(set(seen)) and set(seen) <= to_train_on
+    assert len(seen) >= len(to_train_on) - 3 * processes
+
+
+def test_held_out_texts_are_chosen_by_their_content(tmp_path):
+    """A twentieth, whatever files they are in: every process takes the same, and a text that comes twice is on one
+    side. None of them is trained on, also where fewer are validated on."""
+    for name, shards in {"one": [1000], "two": [300, 700]}.items():
+        (tmp_path / name).mkdir()
+        write_shards(tmp_path / name, shards)
+    one, *two = sorted(tmp_path.rglob("*.gz"))
+    args = lm_args(one)
+    source, held_out = inside.lm_texts(args)
+    texts = inside.lm_texts_of(source, args)
+    assert 20 < len(held_out) < 90
+    assert sorted([*texts, *held_out]) == sorted(read_texts(tmp_path / "one"))
+    again, few = inside.lm_texts(lm_args(*two[::-1], one, num_validation_texts=15))
+    assert set(inside.lm_texts_of(again, args)) == set(texts)
+    assert len(few) == 15 and set(few) <= set(held_out)
+
+    source, held_out = inside.lm_texts(lm_args("builtin"))
+    texts = inside.lm_texts_of(source, args)
+    assert len(texts) == len(set(texts)) > 500 and not set(held_out) & set(texts)
+
+
+def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
+    """Read in a row, the inputs are the texts with </s> behind each; the targets are the same, one token later."""
+    args = lm_args(write_shards(tmp_path, [300]))
+    tokens, _ = take(inside.lm_stream(args, tokenizer), 100)  # not all of a pass
+    assert tokens.shape == (100, 2, 2, 16)
+    inputs, labels = tokens[:, 0].ravel(), tokens[:, 1].ravel()
+    assert (labels[:-1] == inputs[1:]).all()
+    texts = whole_texts(tokenizer, tokens, read_texts(tmp_path))
+    expected = np.concatenate(tokenizer([text + "</s>" for text in texts])["input_ids"])
+    assert inputs[: len(expected)].tolist() == expected.tolist()
+    assert len(inputs) - len(expected) < 40  # a text that goes on in the next batch
+
+
+@pytest.mark.parametrize("shards, count", [([30, 30], 50), ([30, 30, 30], 50), ([1200], 300)])
+def test_a_stream_goes_on_exactly_from_any_place(tmp_path, tokenizer, shards, count):
+    """Again and again, over the ends of passes, inside a block of texts and over its end."""
+    args = lm_args(write_shards(tmp_path, shards))
+    source, _ = inside.lm_texts(args)
+    whole, _ = take(inside.lm_stream(args, tokenizer, 1, 2, source=source), count)
+    choose = random.Random(0)
+    done = 0
+    position = None
+    while done < count:
+        some = min(choose.randint(1, count // 6), count - done)
+        tokens, positions = take(inside.lm_stream(args, tokenizer, 1, 2, position, source), some)
+        assert np.array_equal(tokens, whole[done : done + some])
+        done += some
+        position = positions[-1]
+
+
+def test_other_formats_hold_the_same_texts(tmp_path, tokenizer, hub):
+    """Several files, JSON lines, parquet and datasets of the Hub, under any column; each stream goes on exactly. C4 has
+    texts of its own to hold out."""
+    files = write_shards(tmp_path, [40, 40])
+    texts = read_texts(tmp_path)
+    rows = datasets.Dataset.from_list([{"body": text, "url": "http://x"} for text in texts])
+    rows.to_json(tmp_path / "rows.jsonl")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "validation").mkdir()
+    hub["someone/texts"] = str(tmp_path / "rows.parquet")
+    hub["hf://datasets/allenai/c4/en/c4-train.*.json.gz"] = files
+    hub["hf://datasets/allenai/c4/en/c4-validation.*.json.gz"] = write_shards(tmp_path / "validation", [9], first=80)
+    formats = [lm_args(*sorted(tmp_path.glob("*.gz"))), lm_args("c4")]
+    for name in (tmp_path / "rows.jsonl", tmp_path / "rows.parquet", "someone/texts:english"):
+        formats.append(lm_args(name, text_column="body"))
+
+    for args in formats:
+        source, held_out = inside.lm_texts(args)
+        to_train_on = inside.lm_texts_of(source, args)
+        if args.dataset == ["c4"]:
+            assert held_out == read_texts(tmp_path / "validation") and to_train_on == texts
+        else:
+            assert held_out and sorted(held_out + to_train_on) == sorted(texts)
+        whole, positions = take(inside.lm_stream(args, tokenizer, source=source), 20)
+        rest, _ = take(inside.lm_stream(args, tokenizer, position=positions[6], source=source), 13)
+        assert np.array_equal(rest, whole[7:])
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("shards, workers", [([300], 1), ([300], 3), ([50] * 6, 3)])
+def test_workers_share_the_texts_and_go_on_exactly(tmp_path, tokenizer, shards, workers):
+    """Those of each of two ranks, in processes of their own: resumed at any worker's turn."""
+    args = lm_args(write_shards(tmp_path, shards), num_workers=workers)
+    source, held_out = inside.lm_texts(args)
+    texts = read_texts(tmp_path)
+    seen = []
+    for rank in (0, 1):
+        whole, positions = take(inside.lm_loader(args, tokenizer, rank, 2, None, source), 100)
+        for worker in range(workers):
+            seen += first_pass(whole_texts(tokenizer, whole[worker::workers], texts))
+        for step in (4, 9, 50):
+            rest, _ = take(inside.lm_loader(args, tokenizer, rank, 2, positions[step - 1], source), 15)
+            assert np.array_equal(rest, whole[step : step + 15])
+    left = set(texts) - set(held_out)
+    assert len(seen) == len(set(seen)) and set(seen) <= left
+    assert len(seen) >= len(left) - 10 * workers  # the ends of a pass are cut
+
+
+@pytest.mark.long
+def test_workers_that_are_not_forked(tmp_path):
+    """As on macOS and, from Python 3.14, on Linux: what a worker calls reaches it as a pickle. With files of
+    its own; with texts that processes divide, of which only every second line is a record."""
+    files = write_shards(tmp_path, [300, 300])
+    with open(tmp_path / "c4.json", "w") as file:
+        file.writelines(f'{{"text": "text {number} of some words"}}\n{{"te\n' for number in range(2000))
+    flags = ("--seq-length", 32, "--micro-batch-size", 2, "--global-batch-size", 8, "--num-validation-texts", 50)
+    flags += ("--max-steps", 1, "--no-save-model")
+    for method, processes, dataset in (("spawn", 1, files), ("forkserver", 2, tmp_path / "c4.json")):
+        settings = [[*flags, "--dataset", dataset, "--output-dir", tmp_path / method]]
+        run_many("lm_multinode.py", settings, processes, START_METHOD=method)
+        assert len(curve(tmp_path / method)) == 1
+
+
+# ---- Articles of t5_fsdp.py ------------------------------------------------------------------------------------------
+def test_wikihow_all(tmp_path):
+    """A file with everything WikiHow's hold: numbered titles, quotes, newlines, commas, gaps, odd lengths."""
+    rows = []
+    for number in range(60):
+        article = inside.builtin_article(number)
+        headline = "\n" + article["headline"].replace(".\n", ".,\n") + ","
+        text = '\nHe said "do it".\n\n, ' + article["text"] + "\n\n\n"
+        for method in (1, 2):  # two methods of one article
+            rows.append({"headline": headline, "title": f"{article['title']}{method}", "text": text + f" ({method})"})
+    rows.append({"headline": "", "title": "How to Lack a Headline", "text": "There is text."})
+    rows.append({"headline": "Nothing here.", "title": "How to Lack a Text", "text": " \n"})
+    rows.append({"headline": "Much longer than its text.", "title": "How to Ramble", "text": "Short text."})
+    rows.append({"headline": "12345", "title": "", "text": "A row without a title, with a number as its headline."})
+
+    train, validation = inside.t5_articles(write_csv(tmp_path / "wikihowAll.csv", rows))
+    assert len(train) + len(validation) == 121  # of 124 rows, two with a gap and one with a long summary
+    texts = train["text"][:] + validation["text"][:]
+    summaries = train["summary"][:] + validation["summary"][:]
+    assert "12345" in summaries
+    assert inside.builtin_article(0)["headline"] in summaries  # without the commas and line breaks
+    assert not any(re.search(r"\n\s*,", text) for text in texts)
+    assert any('"do it"' in text and "\n" in text for text in texts)
+
+
+def test_parts_of_an_article_never_straddle_the_split(tmp_path):
+    """Sections and methods, which its title numbers. Which side they are on depends on the title alone, and not on the
+    order of the rows. Rows that only a number tells apart, as a word of its own, are different articles."""
+    rows = []
+    for number, section in itertools.product(range(100), range(5)):
+        article = inside.builtin_article(10 * number + section)
+        title = f"How to {'Make' if section else 'make'} Bread in Way {'X' * (number + 1)}{section % 3 + 1}"
+        text = f"{article['text']} ({number}.{section})"
+        rows.append({"overview": "About it.", "headline": article["headline"], "text": text, "title": title})
+    for number in range(200):
+        rows.append(rows[number] | {"text": f"{rows[number]['text']} !", "title": f"Report {number}"})
+    in_order = inside.t5_articles(write_csv(tmp_path / "in-order.csv", rows))
+    random.Random(0).shuffle(rows)
+    train, validation = inside.t5_articles(write_csv(tmp_path / "wikihowSep.CSV", rows))
+    assert len(train) + len(validation) == 700
+    assert sorted(validation["text"]) == sorted(in_order[1]["text"])
+
+    title_of = {row["text"]: row["title"] for row in rows}
+    sides = []
+    for part in (train, validation):
+        titles = [title_of[text] for text in part["text"]]
+        sides.append({title.rstrip("123").lower() for title in titles if "Bread" in title})
+    assert not sides[0] & sides[1]
+    assert len(sides[0]) > 80 and sides[1]
+    assert 1 < sum("Report" in title for title in titles) < 25  # of 200 articles, 10 expected
+
+
+def test_other_files_hold_the_same_articles(tmp_path):
+    """JSON lines and parquet, with other columns; a file that has changed is read again."""
+    rows = [inside.builtin_article(number) for number in range(50)]
+    renamed = [{"article": row["text"], "highlights": row["headline"], "title": row["title"]} for row in rows]
+    write_csv(tmp_path / "rows.csv", renamed)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in renamed))
+    datasets.Dataset.from_list(renamed).to_parquet(tmp_path / "rows.parquet")
+    found = []
+    for kind in ("csv", "jsonl", "parquet"):
+        parts = inside.t5_articles(tmp_path / f"rows.{kind}", "article", "highlights")
+        found.append([(row["text"], row["summary"]) for part in parts for row in part])
+    assert found[0] == found[1] == found[2]
+    assert sorted(found[0]) == sorted((row["text"], row["headline"]) for row in rows)
+    write_csv(tmp_path / "rows.csv", rows[:30])
+    assert sum(len(part) for part in inside.t5_articles(tmp_path / "rows.csv")) == 30
+
+
+def test_builtin_summaries_cannot_be_copied():
+    """An article never names what is done, so that a model has to learn it."""
+    articles = [inside.builtin_article(number) for number in range(1000)]
+    assert articles[5] == inside.builtin_article(5)
+    assert len({article["title"] for article in articles}) == len(articles)
+    for article in articles:
+        words = set(re.findall(r"\w+", article["text"].lower()))
+        for step in article["headline"].split("\n"):
+            action, thing = step.rstrip(".").lower().split(" the ")
+            assert thing in words and action not in words
+
+
+def epoch_on(size, lengths, epoch=1):
+    """The steps of 8 samples that `size` ranks make together."""
+    ranks = [inside.t5_steps(lengths, 8 // size, rank, size, epoch) for rank in range(size)]
+    return [[sample for part in step for sample in part] for step in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize("samples", [1003, 16])
+def test_an_epoch_is_a_permutation_that_saves_padding(samples):
+    """The same on any number of processes."""
+    lengths = torch.randint(10, 500, (samples,), generator=torch.Generator().manual_seed(0))
+    steps = epoch_on(1, lengths)
+    numbers = {sample for step in steps for sample in step}
+    assert len(steps) == samples // 8 and {len(step) for step in steps} == {8}
+    assert len(numbers) == samples // 8 * 8 and numbers <= set(range(samples))
+    for size in (2, 4):
+        assert [sorted(step) for step in epoch_on(size, lengths)] == [sorted(step) for step in steps]
+    if samples > 16:
+        assert epoch_on(1, lengths, epoch=2) != steps
+        padded = sum(8 * lengths[step].max().item() for step in steps)
+        assert padded < 1.1 * lengths.sum()  # 1.75 times as much in random order
+        # Steps of all lengths come in any order: no curriculum from short to long.
+        longest = torch.stack([lengths[step].max() for step in steps]).double()
+        assert torch.corrcoef(torch.stack([longest, torch.arange(len(steps)).double()]))[0, 1].abs() < 0.3
+
+
+@pytest.mark.long
+def test_workers_make_the_batches_of_an_accelerator_also_where_they_are_not_forked(tokenizer):
+    """All that they need then reaches them as a pickle. What they make is pinned."""
+    articles = datasets.Dataset.from_dict({"text": ["0 1", "2"], "summary": ["3", "4 4"]})
+    rows = inside.t5_tokenized(articles, tokenizer, 8, 8)
+    dataset, options = inside.t5_loader(rows, [[0, 1], [1]], tokenizer)
+    assert options["pin_memory"] and options["num_workers"] > 0
+    options |= {"pin_memory": False, "multiprocessing_context": "spawn"}
+    both, one = DataLoader(dataset, **options)
+    assert (both["labels"] == -100).any() and len(one["labels"]) == 1
+
+
+@pytest.mark.long
+def test_flags_count_articles_and_switch_off(tmp_path, tiny_model, articles_csv):
+    shared = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 40, "--batch-size", 4]
+    shared += ["--num-validation-samples", 3, "--max-source-length", 16, "--max-target-length", 4, "--epochs", 2]
+    switches = {
+        "all": (),
+        "no-validation": ("--no-run-validation",),
+        "no-model": ("--no-save-model",),
+        "few-steps": ("--no-run-validation", "--no-save-model", "--max-steps", 7),
+    }
+    run_many("t5_fsdp.py", [[*shared, *flags, "--output-dir", tmp_path / name] for name, flags in switches.items()], 2)
+    for name, flags in switches.items():
+        assert list(losses(tmp_path / name)) == ([5, 7] if name == "few-steps" else [5, 10])
+        assert len(curve(tmp_path / name, "val_loss")) == (0 if "--no-run-validation" in flags else 3)
+        assert (tmp_path / name / "best").exists() == ("--no-save-model" not in flags)
+
+
+@pytest.mark.long
+def test_other_processes_find_the_articles_in_the_cache(tmp_path, tiny_model):
+    path = write_csv(tmp_path / "new.csv", [inside.builtin_article(number) for number in range(300, 400)])
+    flags = ("--model", tiny_model, "--dataset", path, "--num-train-samples", 16, "--no-run-validation")
+    flags += ("--no-save-model", "--epochs", 1, "--batch-size", 8)
+    caches = [set(Path(CACHES.name).rglob("*.arrow"))]
+    for processes in (2, 1):
+        run_many("t5_fsdp.py", [[*flags, "--output-dir", tmp_path / str(processes)]], processes)
+        caches.append(set(Path(CACHES.name).rglob("*.arrow")))
+    assert caches[0] < caches[1] == caches[2]
+
+
+# ---- Digits of mnist_fsdp.py -----------------------------------------------------------------------------------------
+def test_existing_mnist_is_read(small_mnist):
+    """As the pixels are, in the notebook's scale; and digits that are drawn again are the same for a seed."""
+    parts = inside.mnist_digits("--dataset", "mnist", "--data-dir", small_mnist, "--num-train-samples", 0)
+    for part, (count, seed) in zip(parts, ((192, 0), (100, 1)), strict=True):
+        images, labels = part[:]
+        drawn, wanted = inside.draw_digits(count, seed).tensors
+        pixels = (images * 0.3081 + 0.1307) * 255
+        assert pixels.shape == drawn.shape and (pixels - (drawn.clamp(0, 1) * 255).round()).abs().max() < 0.01
+        assert torch.equal(labels, wanted)
+        assert not torch.equal(labels, inside.draw_digits(count, seed + 2).tensors[1])
+
+
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+def test_broken_mnist_is_named(name, tmp_path):
+    """Empty, or cut off in the header or in the data."""
+    path = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw" / name
+    content = path.read_bytes()
+    for left in (0, 1, 12, -5):
+        path.write_bytes(content[:left])
+        with pytest.raises(inside.UserError, match=str(tmp_path)):
+            inside.mnist_digits("--dataset", "mnist", "--data-dir", tmp_path)

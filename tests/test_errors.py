@@ -1,0 +1,250 @@
+"""Bad input ends with code 2 and one sentence on stderr, which names the flag and the cure; nothing is saved."""
+
+import gzip
+import http.server
+import os
+import shlex
+import shutil
+import threading
+from pathlib import Path
+
+import torch
+
+import pytest
+from conftest import make_model, run, write_mnist
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+from inside import seconds_for_a_download, set_up_process_group, train_tokenizer
+
+T5 = "t5_fsdp.py --model t5 --dataset articles.csv"
+HYBRID = "lm_multinode.py --sharding-strategy HYBRID_SHARD"
+DILOCO = "lm_multinode.py --sharding-strategy DILOCO"
+MNIST = "mnist_fsdp.py --dataset mnist --data-dir"
+
+# A user's command, its processes, and what the sentence names: the flag and the cure, or the library's cause.
+# What all scripts share is tested with t5_fsdp.py.
+USUAL = [
+    ("t5_fsdp.py --epoch 1", 1, "--epoch 1", "--help"),
+    ("t5_fsdp.py --lr fast", 1, "--lr", "fast"),
+    ("t5_fsdp.py --batch-size 0", 2, "--batch-size"),  # of two processes one speaks
+    ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
+    ("t5_fsdp.py --output-dir file", 1, "--output-dir", "file"),
+    ("t5_fsdp.py --output-dir trained", 1, "trained", "--resume", "--output-dir"),
+    ("t5_fsdp.py --dataset absent.csv", 2, "--dataset", "absent.csv"),
+    ("t5_fsdp.py --dataset columns.csv", 1, "--text-column", "--summary-column", "body", "abstract"),
+    (f"{T5} --batch-size 500", 2, "1000", "--batch-size"),
+    (f"{T5} --model bert", 1, "--model bert", "docs/your-model-and-data.md"),
+    (f"{T5} --model ./absent", 1, "--model ./absent"),
+    ("t5_fsdp.py --backward-prefetch post", 1, "--backward-prefetch", "--fsdp-version 1"),
+    ("lm_multinode.py --dataset absent*.jsonl", 1, "--dataset", "absent*.jsonl"),
+    ("lm_multinode.py --dataset empty", 1, "--dataset", "folder", "empty/*.json.gz"),
+    ("lm_multinode.py --model gpt2", 1, "--model gpt2"),
+    ("lm_multinode.py --global-batch-size 20", 2, "--global-batch-size", "--micro-batch-size"),
+    ("lm_multinode.py --seq-length 99999", 1, "--seq-length"),
+    (f"{HYBRID} --shards-per-replica 2", 3, "--shards-per-replica"),
+    (f"{DILOCO} --validate-every 4", 1, "--validate-every", "--local-steps"),
+    ("mnist_fsdp.py --batch-size 9999", 2, "--batch-size 9999"),
+    ("mnist_fsdp.py --mode local", 2, "--mode local", "python", "torchrun"),
+    (f"{MNIST} absent", 1, "MNIST", "absent"),
+    (f"{MNIST} broken0", 2, "MNIST", "broken0"),
+    ("mnist_fsdp_xpu.py --device cpu --batch-size 9999", 2, "--batch-size 9999"),
+]
+RARE = [
+    ("t5_fsdp.py --num-train-samples -1", 1, "--num-train-samples", "-1"),
+    ("t5_fsdp.py --lr nan", 1, "--lr", "nan"),
+    ("t5_fsdp.py --epochs 1.5", 1, "--epochs", "1.5"),
+    ("t5_fsdp.py --output-dir file/below", 1, "--output-dir", "file/below"),
+    ("t5_fsdp.py --sharding-strategy HYBRID_SHARD", 1, "--sharding-strategy", "FULL_SHARD", "SHARD_GRAD_OP"),
+    ("t5_fsdp.py --precision fp16 --cpu-offload", 1, "--precision", "--cpu-offload", "bf16", "fp32"),
+    ("t5_fsdp.py --fsdp-version 1 --cpu-offload --no-save-model", 1, "--fsdp-version 2", "--cpu-offload"),
+    (f"{T5} --lr 1e30 --precision fp32 --no-run-validation --batch-size 2 --checkpoint-every 4", 1, "finite", "--lr"),
+    (f"{T5} --model no-type", 1, "--model no-type"),
+    (f"{T5} --model empty", 1, "--model empty", "config.json"),
+    (f"{T5} --model someone/absent", 1, "--model someone/absent"),
+    ("t5_fsdp.py --dataset someone/absent", 1, "--dataset someone/absent"),
+    ("lm_multinode.py --dataset c4", 1, "--dataset c4", "offline"),
+    ("lm_multinode.py --dataset good.json.gz --micro-batch-size 5000", 1, "--dataset good.json.gz", "micro-batch"),
+    ("lm_multinode.py --tokenizer someone/absent", 1, "--tokenizer someone/absent"),
+    ("lm_multinode.py --model someone/absent", 1, "--model someone/absent"),
+    ("lm_multinode.py --model t5", 1, "--model t5"),
+    ("lm_multinode.py --model short", 1, "--model short", "--seq-length"),
+    (f"{DILOCO} --fsdp-version 1", 1, "DILOCO", "--fsdp-version 2"),
+    (f"{HYBRID} --shards-per-replica 1 --fsdp-version 1 --no-save-model", 2, "FSDP2", "pytorch#154888"),
+    (f"{MNIST} mnist --lr 1e30 --epochs 1 --model shallow --batch-size 16", 2, "finite", "--lr"),
+    (f"{MNIST} broken1", 1, "MNIST", "broken1"),
+    (f"{MNIST} broken12", 1, "MNIST", "broken12"),
+    (f"{MNIST} broken-5", 1, "MNIST", "broken-5"),
+]
+
+
+# A file, its content, and what the sentence names beside the file.
+HEADER = b"headline,title,text\n"
+LINES = b"".join(b'{"text": "text %d"}\n' % number for number in range(3000))
+PACKED = gzip.compress(LINES)
+FILES = [
+    ("notes.txt", b"text", ""),
+    ("empty.csv", b"", ""),
+    ("gap.csv", HEADER + b",t,a text\n", "--max-summary-share"),
+    ("one.csv", HEADER + b"a,t,a text\n", ""),
+    ("ragged.csv", HEADER + b"a,b,c\na,b,c,d,e\n", ""),
+    ("latin1.csv", HEADER + b"\xc9t\xe9,t,text of summer\n", "utf-8"),
+    ("late.csv", HEADER + b"a,t,text\n" * 9000 + b"\xe9", "utf-8"),
+    ("cut.jsonl", b'{"text": "a", "headline"\n', ""),
+    ("empty.json.gz", gzip.compress(b""), ""),
+    ("few.json.gz", gzip.compress(LINES[:40]), ""),
+    ("columns.json.gz", gzip.compress(LINES.replace(b'"text"', b'"body"')), "--text-column text"),
+    ("cut.json.gz", PACKED[:-20], "end-of-stream"),
+    ("plain.json.gz", LINES, "gzip"),
+    ("latin1.json.gz", gzip.compress(LINES + b"\xff"), "utf-8"),
+]
+
+
+def mistakes():
+    """As pytest's parameters."""
+    for table, marks in ((USUAL, ()), (RARE, pytest.mark.long)):
+        for command, processes, *words in table:
+            yield pytest.param(command, processes, words, marks=marks, id=command)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, articles_csv):
+    """A folder with all that the commands name."""
+    folder = tmp_path_factory.mktemp("files")
+    shutil.copy(articles_csv, folder)
+    (folder / "good.json.gz").write_bytes(PACKED)
+    (folder / "columns.csv").write_text("body,abstract\na,b\n")
+    (folder / "file").touch()
+    (folder / "empty").mkdir()
+    (folder / "trained/checkpoints/step-0000001").mkdir(parents=True)
+    (folder / "trained/checkpoints/step-0000001/.metadata").touch()
+
+    make_model(folder / "t5")
+    for name, config in (("bert", '{"model_type": "bert"}'), ("no-type", "{}")):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(config)
+    tokenizer = train_tokenizer(["0 1"], 300, append_eos=False)
+    tokenizer.save_pretrained(folder / "gpt2")
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)).save_pretrained(folder / "gpt2")
+    tokenizer.save_pretrained(folder / "short")
+    LlamaConfig(max_position_embeddings=64).save_pretrained(folder / "short")
+
+    write_mnist(folder / "mnist")
+    for end in (0, 1, 12, -5):
+        name = "train-images-idx3-ubyte" if end > 0 else "t10k-labels-idx1-ubyte"
+        path = write_mnist(folder / f"broken{end}", 20, 20) / "MNIST" / "raw" / name
+        path.write_bytes(path.read_bytes()[:end])
+    return folder
+
+
+@pytest.fixture
+def here(files, monkeypatch):
+    """In that folder, without a network; nothing is saved."""
+    monkeypatch.chdir(files)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    yield
+    written = [path.name for path in Path("output").rglob("*") if path.is_file()]
+    assert set(written) <= {"metrics.jsonl"}
+
+
+def sentence_of(finished, script):
+    """The one line on stderr that says what is wrong."""
+    [sentence] = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}: error: ")]
+    return sentence
+
+
+def refuse(script, *flags, words, processes=1, fork=True, **options):
+    """The command ends with code 2 and a sentence that has these words."""
+    finished = run(script, *flags, processes=processes, fork=fork, **options)
+    sentence = sentence_of(finished, script)
+    for word in words:
+        assert word in sentence
+    assert finished.returncode == 2
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("command, processes, words", [*mistakes()])
+def test_a_mistake_is_one_sentence(command, processes, words, here):
+    script, *flags = shlex.split(command)
+    refuse(script, *flags, words=words, processes=processes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, content, word", [pytest.param(*file, id=file[0]) for file in FILES])
+def test_a_file_without_usable_texts(name, content, word, here):
+    Path(name).write_bytes(content)
+    script = "lm_multinode.py" if name.endswith(".gz") else "t5_fsdp.py"
+    refuse(script, "--dataset", name, words=[f"--dataset {name}", word])
+
+
+def test_processes_that_the_script_starts_end_with_one_sentence(here):
+    flags = ("--mode", "fsdp", "--batch-size", 9999)
+    refuse("mnist_fsdp.py", *flags, words=["--batch-size 9999"], processes=None, fork=False)
+
+
+@pytest.mark.long
+def test_under_torchrun_the_sentence_stands_above_its_report(here):
+    finished = run("t5_fsdp.py", "--dataset", "absent.csv", processes=2)
+    assert finished.returncode == 1
+    assert "absent.csv" in sentence_of(finished, "t5_fsdp.py")
+
+
+def test_rank_without_the_other_variables_of_torchrun(here):
+    refuse("t5_fsdp.py", words=["RANK", "torchrun"], processes=None, RANK="0")
+
+
+@pytest.mark.skipif(torch.xpu.is_available(), reason="there is an Intel GPU, on which it trains")
+def test_the_xpu_script_trains_on_a_cpu_only_when_told_to(here):
+    refuse("mnist_fsdp_xpu.py", words=["--device xpu", "--device cpu"], device=None)
+
+
+@pytest.mark.long
+def test_a_gated_tokenizer(here):
+    """From a server that answers as the Hub does."""
+
+    class Gate(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(401)
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gate) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
+        words = ["--tokenizer someone/gated", "hf auth login"]
+        # A real command: the Hub's address is read when its library is imported.
+        command = ("lm_multinode.py", "--tokenizer", "someone/gated", "--num-processes", 1)
+        refuse(*command, words=words, processes=None, fork=False, no_proxy="127.0.0.1", **hub)
+        server.shutdown()
+
+
+@pytest.mark.long
+def test_fsdp1_cannot_save_on_a_cpu_before_torch_2_14(here):
+    change = ("pretend_torch", "2.13.1")
+    refuse("t5_fsdp.py", "--fsdp-version", 1, words=["--no-save-model"], change=change)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy, needed", [("FULL_SHARD", 2), ("DILOCO", 3)])
+def test_a_model_that_does_not_fit(strategy, needed, here):
+    """About a billion parameters in 8 GB, at 16 bytes each; DiLoCo holds 24."""
+    flags = ("--model", "1b", "--sharding-strategy", strategy)
+    refuse("lm_multinode.py", *flags, words=[f"{needed} processes"], change=("pretend_memory", 8))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind, backend", [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("", "gloo")])
+def test_set_up_on_each_device(kind, backend):
+    """Tensors of the CPU have a backend beside those of the device, without which their collectives fail. All cores
+    compute, also for an optimizer that is offloaded. A hang ends, and a download has more time."""
+    asked = set_up_process_group(kind)
+    assert asked["backend"] == backend
+    assert asked["threads"] == (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    assert asked["matmul_precision"] == ("high" if kind else None)
+    assert asked["timeout"].total_seconds() <= 600
+    assert seconds_for_a_download() >= 3600

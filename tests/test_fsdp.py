@@ -1,0 +1,267 @@
+"""FSDP does what its flags say, seen from inside a step: units, shards, bytes; and nothing reads the device.
+
+That the losses stay those of a plain loop is in test_parity.py.
+"""
+
+import json
+import re
+
+import torch
+
+import pytest
+from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, curve, make_model, run, run_many
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+
+from inside import LM_STRATEGIES, mnist_units
+
+T5 = (
+    *("--num-train-samples", 16, "--batch-size", 4, "--epochs", 1, "--no-save-model", "--precision", "fp32"),
+    *("--num-validation-samples", 2, "--max-target-length", 2),
+)
+LM = (
+    *("--seq-length", 32, "--micro-batch-size", 2, "--num-validation-texts", 1, "--log-every", 1),
+    *("--warmup-steps", 3, "--no-save-model", "--precision", "fp32"),
+)
+
+
+def read_collectives(folder, rank=0):
+    return json.loads((folder / f"collectives-{rank}.json").read_text())
+
+
+# ---- T5 on two processes ---------------------------------------------------------------------------------------------
+@pytest.fixture
+def observe(tiny_model, articles_csv, tmp_path):
+    """Run T5 with each of some lists of flags; what it printed, and the folders of the runs."""
+
+    def run_each(*ways):
+        folders = [tmp_path / str(number) for number in range(len(ways))]
+        flags = (*T5, "--model", tiny_model, "--dataset", articles_csv)
+        settings = [[*flags, *way, "--output-dir", folder] for way, folder in zip(ways, folders, strict=True)]
+        return run_many("t5_fsdp.py", settings, 2, change=("record_fsdp",)).stdout, folders
+
+    return run_each
+
+
+def order_of(folder):
+    """Of a step: where it gathers, computes and reduces."""
+    letters = {"compute": "C", "allgather": "G", "allgather_base": "G", "reduce_scatter_base": "R"}
+    kinds = [name for name, _ in read_collectives(folder)["second_step"]]
+    return "".join(letters.get(kind, "") for kind in kinds)
+
+
+def test_each_block_and_the_root_is_a_unit_of_which_a_process_holds_its_share(observe, tiny_model):
+    printed, folders = observe(*[("--fsdp-version", version, "--print-model") for version in VERSIONS])
+    assert printed.count("): FullyShardedDataParallel(") == 4  # of FSDP1
+    assert printed.count("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): T5ForConditionalGeneration") == 1
+    assert printed.count(": FSDPT5Block(") == 4  # of FSDP2
+    assert printed.count("FSDPT5ForConditionalGeneration(") == 1
+
+    whole = AutoModelForSeq2SeqLM.from_pretrained(tiny_model)
+    share = 16 * whole.num_parameters() / 2 / 2**30
+    for version, folder in zip(VERSIONS, folders, strict=True):
+        order = order_of(folder)
+        assert order.count("R") == 5
+        assert order.count("G") == 5 + 4  # FULL_SHARD gathers the blocks again for backward
+        for rank in (0, 1):
+            seen = torch.load(folder / f"model-{rank}.pt")
+            assert seen["units"] == 5
+            assert read_collectives(folder, rank)["state_gb"] == pytest.approx(share, rel=0.02)
+            assert seen["loads"] == (1 if version == 1 or rank == 0 else 0)  # FSDP2: rank 1 has shapes, then shards
+            assert len(seen["buffers"]) == 2
+            for buffer in seen["buffers"]:  # which no state dict holds
+                assert torch.equal(buffer, torch.arange(1000) / 7)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", VERSIONS)
+def test_flags_decide_when_a_unit_is_gathered_and_what_is_saved(observe, version):
+    ways = [(), ("--sharding-strategy", "SHARD_GRAD_OP"), ("--activation-checkpointing",)]
+    ways += [("--backward-prefetch", "none"), ("--backward-prefetch", "post")]
+    if version == 2:
+        ways.pop()
+    _, folders = observe(*[("--fsdp-version", version, *way) for way in ways])
+    plain, zero2, recomputing, none, *post = folders
+
+    assert order_of(zero2).count("G") == 5  # what is gathered is kept for backward
+    saved = [read_collectives(folder)["saved_bytes"] for folder in (plain, recomputing)]
+    assert saved[1] < 0.5 * saved[0]
+    # In backward the next block is gathered before this one computes, or when it is needed, or after this one computed.
+    assert order_of(plain).endswith("GC GCR GCR GCR CR R".replace(" ", ""))
+    assert order_of(none).endswith("GCR GCR GCR GCR R".replace(" ", ""))
+    for folder in post:
+        assert order_of(folder).endswith("GC GRC GRC GRC R R".replace(" ", ""))
+
+
+@pytest.mark.long
+def test_a_models_own_settings_of_generation_are_kept_but_summaries_are_greedy(tmp_path, articles_csv):
+    plain = make_model(tmp_path / "plain", initializer_factor=5.0)
+    beams = make_model(tmp_path / "beams", initializer_factor=5.0)
+    GenerationConfig.from_pretrained(plain, num_beams=4).save_pretrained(beams)
+
+    flags = (*T5, "--dataset", articles_csv, "--batch-size", 8, "--max-target-length", 12)
+    settings = [[*flags, "--model", plain, "--output-dir", tmp_path / "output"]]
+    for version in SAVE_ON_CPU:
+        of_beams = ("--model", beams, "--fsdp-version", version, "--save-model")
+        settings.append([*flags, *of_beams, "--output-dir", tmp_path / str(version)])
+    printed = run_many("t5_fsdp.py", settings, 1).stdout
+
+    summaries = re.findall(r"^summary    (.+(?:\n {11}.+)*)$", printed, re.MULTILINE)
+    assert summaries == summaries[:2] * len(settings)  # of the first article, before and after training
+    for version in SAVE_ON_CPU:
+        assert GenerationConfig.from_pretrained(tmp_path / str(version) / "best").num_beams == 4
+
+
+# ---- The LM on four processes ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def sent(tiny_llama, tmp_path_factory):
+    """The folder of a run with each strategy: two steps of two micro-batches."""
+    root = tmp_path_factory.mktemp("sent")
+    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 16, "--max-steps", 2, "--validate-every", 2)
+    flags += ("--shards-per-replica", 2, "--local-steps", 2, "--sharding-strategy")
+    settings = [[*flags, name, "--output-dir", root / name] for name in LM_STRATEGIES]
+    run_many("lm_multinode.py", settings, 4, change=("record_collectives",))
+    return root
+
+
+def test_a_step_sends_the_bytes_that_the_script_says(sent, tiny_llama):
+    """With P of all parameters, L of those in layers and G = P of gradients: FULL_SHARD gathers m (P + L)."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    layers = sum(parameter.nbytes for parameter in model.model.layers.parameters())
+    expected = {  # by all-gathers, reduce-scatters and all-reduces
+        "FULL_SHARD": (2 * (whole + layers), whole, 0),
+        "SHARD_GRAD_OP": (whole, whole, 0),
+        "HYBRID_SHARD": (2 * (whole + layers), whole, whole / 2),
+        "_HYBRID_SHARD_ZERO2": (whole, whole, whole / 2),
+        "NO_SHARD": (0, 0, whole),
+    }
+    for strategy, sizes in expected.items():
+        found = {"allgather_base": 0, "reduce_scatter_base": 0, "allreduce": 0, "compute": 0}
+        for name, size in read_collectives(sent / strategy)["second_step"]:
+            found[name] += size
+        assert tuple(found.values()) == pytest.approx((*sizes, 0), rel=0.01, abs=1000), strategy
+
+
+def test_the_embedding_alone_is_gathered_before_and_reduced_after_all_computing(sent, tiny_llama):
+    """What the layers can overlap with is in other units: the output layer, which is as large."""
+    embedding = AutoModelForCausalLM.from_pretrained(tiny_llama).model.embed_tokens.weight.nbytes
+    second_step = read_collectives(sent / "FULL_SHARD")["second_step"]
+    gathered = [size for name, size in second_step if name == "allgather_base"]
+    reduced = [size for name, size in second_step if name == "reduce_scatter_base"]
+    assert len(reduced) == 4  # embedding, two layers, output layer with the last norm
+    assert gathered[0] == pytest.approx(embedding, rel=0.01)
+    assert reduced[-1] == pytest.approx(embedding, rel=0.01)
+
+
+def test_replicas_wait_for_each_other_only_at_synchronizations(sent):
+    """In between, no collective is over all processes: each would cost a round trip of a slow network in each step."""
+    for rank in range(4):
+        over_all = read_collectives(sent / "DILOCO", rank)["over_all"]
+        assert set(over_all) == {"0", "2"}  # 0: weights are sent and validated before the first step
+
+
+# ---- Nothing waits for the device ------------------------------------------------------------------------------------
+@pytest.fixture(params=["lm_multinode.py", "t5_fsdp.py"])
+def three_steps(request, tiny_model, articles_csv):
+    """A script and the flags for three steps of two micro-batches."""
+    if request.param == "lm_multinode.py":
+        return request.param, (*LM, "--global-batch-size", 8, "--max-steps", 3)
+    steps = ("--accumulation-steps", 2, "--num-train-samples", 64, "--max-steps", 3, "--no-run-validation")
+    return request.param, (*T5, *steps, "--log-every", 1, "--model", tiny_model, "--dataset", articles_csv)
+
+
+def reads_of(folder):
+    """By the second step and the third of both ranks. In the first the LM's loader draws a seed, and FSDP1 waits."""
+    found = []
+    for rank in (0, 1):
+        steps = json.loads((folder / f"reads-{rank}.json").read_text())
+        assert len(steps) == 3
+        found += steps[1] + steps[2]
+    return found
+
+
+OTHER_WAYS = (
+    ("--fsdp-version", 1),
+    ("--fsdp-version", 1, "--activation-checkpointing"),
+    ("--activation-checkpointing",),
+    ("--cpu-offload",),
+)
+
+
+@pytest.mark.parametrize("ways", [((),), pytest.param(OTHER_WAYS, marks=pytest.mark.long)], ids=["plain", "others"])
+def test_no_training_step_reads_the_device(three_steps, ways, tmp_path):
+    """On a GPU each read waits for all that was asked of it."""
+    script, flags = three_steps
+    settings = [[*flags, *way, "--output-dir", tmp_path / str(number)] for number, way in enumerate(ways)]
+    run_many(script, settings, 2, change=("record_host_reads",))
+    for number, way in enumerate(ways):
+        assert reads_of(tmp_path / str(number)) == [], way
+
+
+@pytest.mark.long
+def test_a_read_of_the_loss_would_be_seen(three_steps, tmp_path):
+    script, flags = three_steps
+    run_many(script, [[*flags, "--output-dir", tmp_path]], 2, change=("record_host_reads", True))
+    assert len(reads_of(tmp_path)) == 2 * 2 * 2  # ranks, steps, micro-batches
+
+
+@pytest.mark.long
+def test_a_program_ends_while_its_loader_is_alive(tmp_path):
+    """Python ends workers with a SIGTERM, which they ignore, and waits for them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, inside\nif __name__ == '__main__':\n    it = inside.start_loader()\n    sys.exit(3)\n"
+    )
+    finished = run(script, timeout=100, PYTHONPATH="tests")
+    assert (finished.returncode, finished.stderr) == (3, "")
+
+
+# ---- --compile -------------------------------------------------------------------------------------------------------
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
+def test_compile_captures_graphs_and_keeps_the_losses(script, articles_csv, tmp_path):
+    """The graphs run, but are not made into machine code; the test below does that once."""
+    if script == "lm_multinode.py":
+        flags = (*LM, "--global-batch-size", 4)
+        ways = {"1": ("--compile", "--fsdp-version", 1), "2": ("--compile", "--activation-checkpointing")}
+    else:
+        model = make_model(tmp_path / "model", num_layers=1)
+        flags = (*T5, "--model", model, "--dataset", articles_csv, "--no-run-validation")
+        ways = {"2": ("--compile",)}
+    settings = [[*flags, *more, "--max-steps", 1, "--output-dir", tmp_path / name] for name, more in ways.items()]
+    settings.append([*flags, "--max-steps", 1, "--output-dir", tmp_path / "plain"])
+    finished = run_many(script, settings, len(ways), change=("capture_graphs",))
+    assert finished.stderr.count("graph captured") >= 2
+    for version in ways:
+        assert curve(tmp_path / version) == pytest.approx(curve(tmp_path / "plain"), **CLOSE)
+        assert curve(tmp_path / version, "grad_norm") == pytest.approx(curve(tmp_path / "plain", "grad_norm"), rel=1e-4)
+
+
+@pytest.mark.long
+def test_compile_makes_kernels_and_keeps_the_losses(tiny_llama, tmp_path):
+    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 2, "--max-steps", 1, "--output-dir")
+    settings = [[*flags, tmp_path / "plain"], [*flags, tmp_path / "compiled", "--compile"]]
+    run_many("lm_multinode.py", settings, 1, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"))
+    assert list((tmp_path / "kernels").rglob("*.so"))
+    for name in ("loss", "grad_norm"):
+        assert curve(tmp_path / "compiled", name) == pytest.approx(curve(tmp_path / "plain", name), abs=1e-4)
+
+
+# ---- MNIST -----------------------------------------------------------------------------------------------------------
+UNITS = {  # with the notebook's bound of 20,000 parameters
+    "shallow": {"", "fc1"},
+    "nested": {""},
+    "deep": {"", "fc1", "fc2.0", "fc2.1", "fc2.2", "fc2.3"},
+    "layers": {"", "fc1", *(f"fc2.{number}" for number in range(40))},
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("network", UNITS)
+def test_both_versions_make_the_same_units(network):
+    bounds = (20_000, 2_000_000) if network in ("deep", "layers") else (60, 200, 20_000)
+    units = {bound: mnist_units(network, 2, bound) for bound in bounds}
+    assert units[20_000] == UNITS[network]
+    assert units[bounds[0]] != units[bounds[-1]]
+    for bound in bounds:
+        assert mnist_units(network, 1, bound) == units[bound]

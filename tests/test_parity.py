@@ -1,0 +1,460 @@
+"""FSDP changes where a model lives and not what it learns: every script against a loop without FSDP in one process.
+
+Losses, gradient norms and validation losses agree to 1e-5: on two processes by default, in the long tests on others.
+"""
+
+import copy
+import functools
+import itertools
+import json
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DistributedSampler
+
+import numpy as np
+import pytest
+from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, check_curves, curve, records, run_many
+from plain import adamw, cross_entropy, t5_batches, t5_samples, train_plainly
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
+
+from inside import (
+    LM_STRATEGIES,
+    NETWORKS,
+    T5_STRATEGIES,
+    builtin_article,
+    draw_digits,
+    lm_global_batches,
+    lm_held_out,
+    parse,
+    t5_articles,
+)
+
+STEPS = 4
+GLOBAL_BATCH = 12  # for 1, 2, 3 and 4 processes
+
+
+def two_and_long(*others):
+    """A test on two processes; on others it is long."""
+    numbers = [2, *(pytest.param(number, marks=pytest.mark.long) for number in others)]
+    return pytest.mark.parametrize("processes", numbers)
+
+
+def micro_batch(processes):
+    """The samples of each of the two micro-batches in a step; on 4 processes there are three."""
+    return GLOBAL_BATCH // processes // 2
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """200 of the built-in articles, one a line."""
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    path.write_text("\n".join(json.dumps(builtin_article(number)) for number in range(200)))
+    return path
+
+
+@pytest.fixture
+def train(tiny_model, articles_csv, tiny_llama, texts, small_mnist, tmp_path):
+    """A function that runs a script with each setting, into a folder with the setting's name, all in one launch."""
+
+    def run(script, settings, processes, **options):
+        size = micro_batch(processes)
+        if script == "t5_fsdp.py":
+            shared = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--batch-size", size)
+            shared = (*shared, "--accumulation-steps", GLOBAL_BATCH // processes // size)
+        elif script == "lm_multinode.py":
+            shared = (*LM, "--model", tiny_llama, "--dataset", texts, "--micro-batch-size", size)
+        else:
+            shared = (*MNIST, "--data-dir", small_mnist, "--batch-size", GLOBAL_BATCH // processes)
+        arguments = [[*shared, *flags, "--output-dir", tmp_path / name] for name, flags in settings.items()]
+        return run_many(script, arguments, processes, **options)
+
+    return run
+
+
+def differs(values, others, least):
+    return max(abs(value - other) for value, other in zip(values, others, strict=True)) > least
+
+
+def check_low_precision(folder, exact):
+    """Losses stay within two percent, and show that the flag did something."""
+    assert curve(folder) == pytest.approx(exact, rel=0.02), folder
+    assert differs(curve(folder), exact, 1e-6), folder
+
+
+# ---- t5_fsdp.py ------------------------------------------------------------------------------------------------------
+LENGTHS = (40, 12)  # tokens of articles and of summaries, of which half are longer
+HELD_OUT = 5  # articles
+T5 = ("--max-source-length", LENGTHS[0], "--max-target-length", LENGTHS[1], "--num-train-samples", 0)
+T5 = (*T5, "--num-validation-samples", HELD_OUT, "--max-steps", STEPS, "--log-every", 1)
+T5 = (*T5, "--precision", "fp32", "--no-save-model")
+
+
+@functools.cache
+def train_t5_plainly(model_folder, csv, seed=1, clip=1.0, held_out=HELD_OUT):
+    """Losses and gradient norms of all steps, and the validation losses before and after them."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    to_train, to_validate = (t5_samples(articles, tokenizer, *LENGTHS) for articles in t5_articles(csv))
+    batches = t5_batches(to_train, tokenizer, GLOBAL_BATCH, seed)[:STEPS]
+    [whole] = t5_batches(to_validate[:held_out], tokenizer, held_out)
+    model = T5ForConditionalGeneration.from_pretrained(model_folder)
+
+    def loss_of(batch):
+        return model(**batch).loss
+
+    before = loss_of(whole).item()
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses, norms = train_plainly(optimizer, [functools.partial(loss_of, batch) for batch in batches], clip=clip)
+    return losses, norms, [before, loss_of(whole).item()]
+
+
+@pytest.fixture
+def plain_t5(tiny_model, articles_csv):
+    return functools.partial(train_t5_plainly, tiny_model, articles_csv)
+
+
+@two_and_long(1, 3)
+def test_t5_equals_a_plain_loop(train, plain_t5, processes, tmp_path):
+    """Under each strategy, while accumulating."""
+    settings = {"recomputing and offloading": ("--activation-checkpointing", "--cpu-offload")}
+    for version, strategy in itertools.product(VERSIONS, T5_STRATEGIES):
+        settings[f"fsdp{version} {strategy}"] = ("--fsdp-version", version, "--sharding-strategy", strategy)
+    train("t5_fsdp.py", settings, processes)
+    for name in settings:
+        check_curves(tmp_path / name, plain_t5())
+
+
+@pytest.mark.long
+def test_settings_of_speed_and_memory_change_no_number(train, plain_t5, tmp_path):
+    """Nor the number of articles in a batch. One is counted once, also where each process must validate one."""
+    settings = {
+        "fsdp1": ("--fsdp-version", 1, "--sharding-strategy", "SHARD_GRAD_OP", "--test-batch-size", 1),
+        "fsdp1 recomputing": ("--fsdp-version", 1, "--activation-checkpointing"),
+        "fsdp1 without prefetch": ("--fsdp-version", 1, "--backward-prefetch", "none"),
+        "fsdp1 late prefetch": ("--fsdp-version", 1, "--backward-prefetch", "post"),
+        "fsdp2": ("--fsdp-version", 2, "--sharding-strategy", "SHARD_GRAD_OP", "--test-batch-size", 1),
+        "fsdp2 without prefetch": ("--fsdp-version", 2, "--backward-prefetch", "none"),
+    }
+    others = {"seed": ("--seed", 2), "one article": ("--num-validation-samples", 1)}
+    whole = ("--batch-size", GLOBAL_BATCH // 2, "--accumulation-steps", 1)
+    train("t5_fsdp.py", {name: (*whole, *flags) for name, flags in (settings | others).items()}, 2)
+    for name in settings:
+        check_curves(tmp_path / name, plain_t5())
+    check_curves(tmp_path / "seed", plain_t5(seed=2))
+    check_curves(tmp_path / "one article", plain_t5(held_out=1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes, versions", [(1, (1,)), (2, VERSIONS)])
+def test_t5_in_low_precision_is_close(train, plain_t5, processes, versions, tmp_path):
+    """While accumulating, also on one process, where FSDP1 shards nothing."""
+    settings = {}
+    for version, precision in itertools.product(versions, ("bf16", "fp16", "grad-bf16")):
+        settings[f"fsdp{version} {precision}"] = ("--fsdp-version", version, "--precision", precision)
+    train("t5_fsdp.py", settings, processes)
+    for name in settings:
+        check_low_precision(tmp_path / name, plain_t5()[0])
+        assert curve(tmp_path / name, "val_loss") == pytest.approx(plain_t5()[2], rel=0.02)
+
+
+# ---- lm_multinode.py -------------------------------------------------------------------------------------------------
+LM = ("--seq-length", 32, "--global-batch-size", GLOBAL_BATCH, "--num-validation-texts", 3, "--warmup-steps", 2)
+LM = (*LM, "--max-steps", STEPS, "--log-every", 1, "--precision", "fp32", "--no-save-model")
+
+# How many shards a replica of the hybrids has: by the number of processes, and the version of FSDP.
+SHARDS = {1: {2: 1}, 2: {1: 2, 2: 1}, 3: {2: 1}, 4: {1: 2, 2: 2}}  # FSDP1 has no replicas of one process
+
+
+def lm_settings(processes):
+    """Every strategy but DILOCO, in both versions."""
+    settings = {}
+    for version, strategy in itertools.product(VERSIONS, LM_STRATEGIES):
+        flags = ("--fsdp-version", version, "--sharding-strategy", strategy)
+        if strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+            settings[f"fsdp{version} {strategy}"] = flags
+        elif strategy != "DILOCO" and version in SHARDS[processes]:
+            settings[f"fsdp{version} {strategy}"] = (*flags, "--shards-per-replica", SHARDS[processes][version])
+    return settings
+
+
+def lm_rate(step):
+    """A warm-up of two steps to the default, then a cosine to a tenth of it."""
+    if step < 2:
+        return 5e-3 * step / 2
+    return 5e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2))))
+
+
+def lm_batches(model_folder, texts, processes, seed=1):
+    """What each process trains on in each step, and what they validate on."""
+    flags = ("--dataset", texts, "--micro-batch-size", micro_batch(processes), "--seed", seed)
+    args = parse("lm_multinode.py", *LM, *flags)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    steps = itertools.islice(lm_global_batches(args, tokenizer, processes), STEPS)
+    return list(steps), lm_held_out(args, tokenizer)
+
+
+def joined(batches):
+    """The sequences of several processes as one batch."""
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+@functools.cache
+def train_lm_plainly(model_folder, texts, processes, seed=1, weight_decay=0.1, clip=1.0):
+    """Losses and gradient norms of all steps, and the validation losses before and after them."""
+    batches, held_out = lm_batches(model_folder, texts, processes, seed)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = cross_entropy(model, held_out).item()
+    losses = [functools.partial(cross_entropy, model, joined(step)) for step in batches]
+    curves = train_plainly(adamw(model, weight_decay), losses, lm_rate, clip)
+    return *curves, [before, cross_entropy(model, held_out).item()]
+
+
+def train_replicas_plainly(model_folder, texts, processes, replicas, local_steps, lr, momentum):
+    """Losses and gradient norms of the first replica, and validation losses of what all share, every two steps."""
+    batches, held_out = lm_batches(model_folder, texts, processes)
+    shared = AutoModelForCausalLM.from_pretrained(model_folder)
+    outer = torch.optim.SGD(shared.parameters(), lr, momentum, nesterov=momentum > 0)
+    models = [copy.deepcopy(shared) for _ in range(replicas)]
+    optimizers = [adamw(model, weight_decay=0.1) for model in models]
+    size = processes // replicas
+    of_first = []
+    validation = [cross_entropy(shared, held_out).item()]
+
+    for done in range(0, STEPS, local_steps):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            losses = []
+            for step in batches[done : done + local_steps]:
+                of_replica = step[number * size : (number + 1) * size]
+                losses.append(functools.partial(cross_entropy, model, joined(of_replica)))
+            curves = train_plainly(optimizer, losses, lambda step, done=done: lm_rate(done + step))
+            if number == 0:
+                of_first.append(curves)
+
+        for weight, *moved in zip(shared.parameters(), *(model.parameters() for model in models), strict=True):
+            weight.grad = weight.detach() - torch.stack([other.detach() for other in moved]).mean(dim=0)
+        outer.step()
+        for model in models:
+            model.load_state_dict(shared.state_dict())
+        if (done + local_steps) % 2 == 0:
+            validation.append(cross_entropy(shared, held_out).item())
+
+    losses, norms = (list(itertools.chain(*parts)) for parts in zip(*of_first, strict=True))
+    return losses, norms, validation
+
+
+@pytest.fixture
+def plain_lm(tiny_llama, texts):
+    return functools.partial(train_lm_plainly, tiny_llama, texts)
+
+
+def check_replicas(folder, processes, flags):
+    """The processes that hold the same shards hold the same bits; no others do."""
+    shards = processes
+    if "NO_SHARD" in flags:
+        shards = 1
+    elif "--shards-per-replica" in flags:
+        shards = flags[flags.index("--shards-per-replica") + 1]
+    sums = [torch.load(folder / f"model-{rank}.pt")["sums"].tolist() for rank in range(processes)]
+    assert sums == [sums[rank % shards] for rank in range(processes)], folder
+    assert len(set(map(tuple, sums))) == shards, folder
+
+
+@two_and_long(1, 3, 4)
+def test_the_lm_equals_a_plain_loop(train, plain_lm, processes, tmp_path):
+    """Under each strategy, while accumulating."""
+    settings = lm_settings(processes)
+    settings["recomputing and offloading"] = ("--activation-checkpointing", "--cpu-offload")
+    train("lm_multinode.py", settings, processes, change=["record_model"])
+    for name, flags in settings.items():
+        check_curves(tmp_path / name, plain_lm(processes))
+        check_replicas(tmp_path / name, processes, flags)
+
+
+@pytest.mark.long
+def test_the_lm_equals_a_plain_loop_with_other_settings(train, plain_lm, tmp_path):
+    settings = {
+        "recomputing": ("--fsdp-version", 1, "--activation-checkpointing"),
+        "one large batch": ("--micro-batch-size", GLOBAL_BATCH // 4),
+        "hybrid of one shard": ("--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1),
+    }
+    train("lm_multinode.py", settings | {"other seed": ("--seed", 2), "no decay": ("--weight-decay", 0)}, 4)
+    for name in settings:
+        check_curves(tmp_path / name, plain_lm(4))
+    check_curves(tmp_path / "other seed", plain_lm(4, seed=2))
+    check_curves(tmp_path / "no decay", plain_lm(4, weight_decay=0))
+    for record in records(tmp_path / "no decay", "val_loss"):
+        assert record["perplexity"] == pytest.approx(math.exp(record["val_loss"]))
+
+
+@pytest.mark.long
+def test_built_in_weights_are_those_of_the_seed_on_any_number_of_processes(train, tmp_path):
+    first = {1: [], 2: []}  # the validation losses before training, by seed
+    for processes in (1, 3):
+        settings = {}
+        for version, seed in itertools.product(VERSIONS, first):
+            flags = ("--model", "tiny", "--max-steps", 1, "--fsdp-version", version, "--seed", seed)
+            settings[f"{processes} processes, fsdp{version}, seed {seed}"] = flags
+        train("lm_multinode.py", settings, processes)
+        for name, flags in settings.items():
+            first[flags[-1]].append(curve(tmp_path / name, "val_loss")[0])
+    for losses in first.values():
+        assert losses == pytest.approx([losses[0]] * 4, **CLOSE)
+    assert differs(first[1], first[2], 1e-3)
+
+
+def diloco(shards, local_steps=2):
+    flags = ("--sharding-strategy", "DILOCO", "--shards-per-replica", shards, "--local-steps", local_steps)
+    return *flags, "--validate-every", 2
+
+
+@two_and_long(4)
+def test_diloco_equals_plain_replicas_with_an_outer_optimizer(train, tiny_llama, texts, processes, tmp_path):
+    """PyTorch's own SGD. After a synchronization all replicas hold the same bits."""
+    shards = processes // 2
+    plain = functools.partial(train_replicas_plainly, tiny_llama, texts, processes)
+    wanted = {
+        "two": plain(replicas=2, local_steps=2, lr=0.7, momentum=0.9),
+        "averaging": plain(replicas=2, local_steps=1, lr=1.0, momentum=0),  # all go to the mean of their weights
+    }
+    settings = {
+        "two": diloco(shards),
+        "averaging": (*diloco(shards, local_steps=1), "--outer-lr", 1, "--outer-momentum", 0),
+    }
+    if processes == 4:
+        wanted["four"] = plain(replicas=4, local_steps=2, lr=0.7, momentum=0.9)
+        settings["four"] = diloco(1)
+    train("lm_multinode.py", settings, processes, change=["record_model"])
+    for name, flags in settings.items():
+        check_curves(tmp_path / name, wanted[name])
+        check_replicas(tmp_path / name, processes, flags)
+    assert differs(wanted["two"][2], wanted["averaging"][2], 1e-3)
+
+
+@pytest.mark.long
+def test_the_lm_in_bf16_is_close(train, plain_lm, tmp_path):
+    """What DILOCO sends in bf16 changes nothing before its first synchronization."""
+    computed = {f"fsdp{version}": ("--fsdp-version", version, "--precision", "bf16") for version in VERSIONS}
+    sent = {precision: (*diloco(1), "--outer-precision", precision) for precision in ("fp32", "bf16")}
+    train("lm_multinode.py", computed | sent, 2)
+    for name in computed:
+        check_low_precision(tmp_path / name, plain_lm(2)[0])
+    exact = curve(tmp_path / "fp32")
+    check_low_precision(tmp_path / "bf16", exact)
+    assert curve(tmp_path / "bf16")[:2] == exact[:2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["t5_fsdp.py", "lm_multinode.py"])
+def test_bf16_runs_where_it_is_emulated_and_auto_is_fp32_there(script, train, plain_t5, plain_lm, tmp_path):
+    """As on an older CPU, to which PyTorch is held back by what it reads when it is imported."""
+    exact = plain_t5() if script == "t5_fsdp.py" else plain_lm(2)
+    settings = {name: ("--precision", name) for name in ("auto", "bf16")}
+    finished = train(script, settings, 2, fork=False, ATEN_CPU_CAPABILITY="avx2")
+    check_curves(tmp_path / "auto", exact)
+    check_low_precision(tmp_path / "bf16", exact[0])
+    assert finished.stderr.count("--precision bf16") == 1  # a warning, from one process
+
+
+# ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
+IMAGES = 3 * GLOBAL_BATCH
+MNIST = ("--dataset", "mnist", "--num-train-samples", IMAGES, "--epochs", 2)
+
+
+def digits(count, seed):
+    """The images that `small_mnist` holds, in the notebook's scale, and their labels."""
+    images, labels = draw_digits(count, seed).tensors
+    return ((images.clamp(0, 1) * 255).round() / 255 - 0.1307) / 0.3081, labels
+
+
+@torch.no_grad()
+def score(model):
+    """The loss and the accuracy over the 100 test images."""
+    images, labels = digits(100, 1)
+    outputs = model(images)
+    return F.nll_loss(outputs, labels).item(), (outputs.argmax(1) == labels).sum().item() / 100
+
+
+@functools.cache
+def train_mnist_plainly(network, processes, epochs=2):
+    """The loss, the test loss and the accuracy of each epoch.
+
+    The documents minimize the sum of the losses over a process's batch, and FSDP averages over processes.
+    """
+    images, labels = (tensor[:IMAGES] for tensor in digits(192, 0))
+    order = DistributedSampler(images, num_replicas=1, rank=0, seed=1)
+    torch.manual_seed(1)
+    model = NETWORKS[network]()
+    for dropout in (model.dropout1, model.dropout2):
+        dropout.p = 0.0
+    optimizer, rate, gamma = torch.optim.Adam(model.parameters()), 0.001, 1.0
+    if network == "xpu":
+        optimizer, rate, gamma = torch.optim.Adadelta(model.parameters()), 0.1, 0.5
+
+    def loss_of(numbers):
+        return F.nll_loss(model(images[numbers]), labels[numbers], reduction="sum") / processes
+
+    results = []
+    for epoch in range(1, epochs + 1):
+        order.set_epoch(epoch)
+        losses = [functools.partial(loss_of, numbers) for numbers in torch.tensor(list(order)).split(GLOBAL_BATCH)]
+        epoch_rate = rate * gamma ** (epoch - 1)
+        values, _ = train_plainly(optimizer, losses, lambda step, rate=epoch_rate: rate, clip=math.inf)
+        results.append((sum(values) * processes / IMAGES, *score(model)))
+    return results
+
+
+def check_epochs(folder, plain):
+    rows = [(row["loss"], row["test_loss"], row["accuracy"]) for row in records(folder, "loss")]
+    assert rows == [pytest.approx(row, **CLOSE) for row in plain], folder
+
+
+def test_the_local_network_equals_a_plain_loop(train, tmp_path):
+    train("mnist_fsdp.py", {"local": ("--model", "shallow", "--mode", "local")}, 1, change=["no_dropout"])
+    check_epochs(tmp_path / "local", train_mnist_plainly("shallow", 1))
+
+
+@two_and_long(3)
+@pytest.mark.parametrize("network", ["shallow", "xpu"])
+def test_digits_are_learned_as_by_a_plain_loop(train, processes, network, tmp_path):
+    """By Adam, and by Adadelta with a learning rate that falls. Three cannot divide 100 test images, nor the weights.
+    What is saved has the score that is reported."""
+    script, shared = "mnist_fsdp.py", ("--model", "shallow")
+    if network == "xpu":
+        script, shared = "mnist_fsdp_xpu.py", ("--lr", 0.1, "--gamma", 0.5)
+    settings = {"small units": (*shared, "--min-num-params", 2000, "--test-batch-size", 7)}
+    for version in VERSIONS:
+        saving = "--save-model" if version in SAVE_ON_CPU else "--no-save-model"
+        settings[f"fsdp{version}"] = (*shared, "--fsdp-version", version, saving)
+    train(script, settings, processes, change=["no_dropout"])
+
+    plain = train_mnist_plainly(network, processes)
+    for name in settings:
+        check_epochs(tmp_path / name, plain)
+    for path in tmp_path.rglob("*.safetensors"):
+        model = NETWORKS[network]().eval()
+        model.load_state_dict(load_file(path))
+        assert score(model) == pytest.approx(plain[-1][1:], **CLOSE), path
+    assert len(list(tmp_path.rglob("*.safetensors"))) == len(SAVE_ON_CPU)
+
+
+@pytest.mark.long
+def test_the_deep_network_equals_a_plain_loop(train, tmp_path):
+    """Its processes hold equal parts of the parameters, the gradients and Adam's two averages."""
+    settings = {f"fsdp{v}": ("--model", "deep", "--epochs", 1, "--fsdp-version", v) for v in VERSIONS}
+    train("mnist_fsdp.py", settings, 2, change=["no_dropout"])
+    for name in settings:
+        check_epochs(tmp_path / name, train_mnist_plainly("deep", 2, epochs=1))
+        [row] = records(tmp_path / name, "loss")
+        assert row["state_gb"] == pytest.approx(16 * 94_104_234 / 2 / 2**30, rel=0.02)
+
+
+# ---- The comparison --------------------------------------------------------------------------------------------------
+def test_other_clipping_decay_order_or_divisor_would_be_noticed(plain_t5, plain_lm):
+    """Each changes the losses of the plain loops by more than ten times of what the tests above allow."""
+    for other in (plain_t5(clip=math.inf), plain_t5(seed=2)):
+        assert differs(plain_t5()[0], other[0], 1e-4)
+    for other in (plain_lm(2, clip=math.inf), plain_lm(2, seed=2), plain_lm(2, weight_decay=0)):
+        assert differs(plain_lm(2)[0], other[0], 1e-4)
+    assert differs(train_mnist_plainly("xpu", 1)[-1], train_mnist_plainly("xpu", 2)[-1], 1e-3)

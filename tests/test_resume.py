@@ -1,0 +1,379 @@
+"""Whatever ends a run, the next one with --resume goes on as if nothing had been: the same losses, to the bit."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import torch
+
+import pytest
+from conftest import CLOSE, ROOT, SAVE_ON_CPU, VERSIONS, curve, fsdp, losses, make_model, records, run, run_many
+from safetensors.torch import load_file
+from test_errors import refuse
+from test_recipes import LORA_LM, LORA_T5, SCHEDULE, patched
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
+
+from inside import t5_articles, t5_loss, t5_tokenized
+
+LM_STEPS = 6
+LM = (
+    *("--max-steps", LM_STEPS, "--warmup-steps", 2, "--log-every", 1, "--validate-every", 3, "--checkpoint-every", 2),
+    *("--seq-length", 32, "--global-batch-size", 8, "--micro-batch-size", 2, "--num-validation-texts", 20),
+    *("--precision", "fp32"),
+)
+DILOCO = ("--sharding-strategy", "DILOCO", "--local-steps", 3)
+
+# 64 articles in batches of 2 x 8 are 4 steps an epoch: a checkpoint in each, and one at the end of each.
+T5_STEPS = 8
+T5 = (
+    *("--num-train-samples", 64, "--batch-size", 8, "--epochs", 2, "--log-every", 1, "--checkpoint-every", 3),
+    *("--max-target-length", 15, "--sharding-strategy", "SHARD_GRAD_OP"),  # no article has a longer summary
+    *("--precision", "fp32"),
+)
+
+
+def launch(script, *flags, processes=2, check=True, **options):
+    return run(script, *flags, processes=processes, fork=True, check=check, **options)
+
+
+@pytest.fixture(scope="module")
+def lm(tiny_llama):
+    """Flags of all runs of the LM script."""
+    return ["--model", tiny_llama, *LM]
+
+
+@pytest.fixture(scope="module")
+def lm_whole(lm, tmp_path_factory):
+    """The folder of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("lm")
+    launch("lm_multinode.py", *lm, "--output-dir", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def t5(articles_csv, tmp_path_factory):
+    """Flags of all runs of the T5 script, of a model with dropout."""
+    model = make_model(tmp_path_factory.mktemp("dropout"), dropout=0.1)
+    return ["--model", model, "--dataset", articles_csv, *T5]
+
+
+@pytest.fixture(scope="module")
+def t5_runs(t5, tmp_path_factory):
+    """For each version an uninterrupted run, and one that is stopped in the first epoch and in the second."""
+    root = tmp_path_factory.mktemp("t5")
+    settings = []
+    for version in VERSIONS:
+        flags = [*t5, *fsdp(version), "--output-dir"]
+        settings.append([*flags, root / f"whole{version}"])
+        for stop in (3, 6, T5_STEPS):
+            settings.append([*flags, root / f"parts{version}", "--max-steps", stop, "--resume", "--no-save-model"])
+    run_many("t5_fsdp.py", settings, 2)
+    return root
+
+
+def results(folder, since=-1):
+    """The losses and validation losses by step, after one of them; of a step that was made twice, the last."""
+    found = {}
+    for row in records(folder, "step"):
+        for name in ("loss", "val_loss"):
+            if name in row and row["step"] > since:
+                found[name, row["step"]] = row[name]
+    return found
+
+
+def checkpoint(folder, step):
+    return folder / "checkpoints" / f"step-{step:07d}"
+
+
+def finished_checkpoints(folder):
+    """Their steps."""
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/*/.metadata"))
+
+
+def check_resume(script, flags, folder):
+    """A run to the end, and one that goes on from its last checkpoint but one, have the same results."""
+    whole, again = folder / "whole", folder / "again"
+    flags = (*flags, "--no-save-model", "--output-dir")
+    launch(script, *flags, whole)
+    before, _ = finished_checkpoints(whole)
+    shutil.copytree(checkpoint(whole, before), checkpoint(again, before))
+    launch(script, *flags, again, "--resume")
+    assert results(again) == results(whole, since=before)
+
+
+def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
+    """After an update, and in a save, when shards are written and the file that makes a checkpoint of them is not."""
+    flags = (*lm, "--resume", "--no-save-model", "--output-dir", tmp_path)
+    finished = launch("lm_multinode.py", *flags, change=("signal_in_step", 1, 4), check=False)
+    assert finished.returncode != 0
+    assert list(losses(tmp_path)) == [1, 2, 3]
+
+    finished = launch("lm_multinode.py", *flags, change=("kill_in_save", 0, 1), check=False)
+    assert finished.returncode != 0
+    assert list(checkpoint(tmp_path, 4).glob("*.distcp"))
+    assert finished_checkpoints(tmp_path) == [2]
+
+    launch("lm_multinode.py", *flags)
+    assert results(tmp_path) == results(lm_whole)
+    assert finished_checkpoints(tmp_path) == [4, 6]  # the newest two
+
+
+@pytest.mark.parametrize("script, step", [("lm_multinode.py", 3), ("t5_fsdp.py", 5)])
+def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, lm_whole, t5, t5_runs, tmp_path):
+    flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_runs / "whole2")
+    flags = (*flags, "--checkpoint-every", 0, "--no-save-model", "--output-dir", tmp_path)
+    finished = launch(script, *flags, change=("signal_in_step", 1, step, "SIGTERM"))
+    assert "--resume" in finished.stdout
+    [saved] = finished_checkpoints(tmp_path)
+    assert step <= saved < max(losses(whole))
+
+    launch(script, *flags, "--resume")
+    assert curve(tmp_path, "loss") == curve(whole, "loss")  # no step was made twice
+    assert results(tmp_path) == results(whole)
+
+
+def test_an_unfinished_newest_checkpoint_is_left_for_the_one_before(lm, lm_whole, tmp_path):
+    shutil.copytree(lm_whole / "checkpoints", tmp_path / "checkpoints")
+    (checkpoint(tmp_path, 6) / ".metadata").unlink()
+    launch("lm_multinode.py", *lm, "--resume", "--output-dir", tmp_path)
+    assert results(tmp_path) == results(lm_whole, since=4)
+    assert finished_checkpoints(tmp_path) == [4, 6]
+
+
+def test_the_lm_resumes_with_fsdp1(lm, tmp_path):
+    check_resume("lm_multinode.py", (*lm, "--fsdp-version", 1), tmp_path)
+
+
+def test_diloco_resumes_between_synchronizations(lm, tmp_path):
+    check_resume("lm_multinode.py", (*lm, *DILOCO, "--shards-per-replica", 1), tmp_path)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_t5_resumes_with_dropout_in_any_epoch(version, t5_runs):
+    whole, parts = (t5_runs / f"{name}{version}" for name in ("whole", "parts"))
+    for name in ("step", "loss", "lr", "grad_norm"):
+        assert [row[name] for row in records(parts, "loss")] == [row[name] for row in records(whole, "loss")]
+    assert {("val_loss", step) for step in (0, 4, T5_STEPS)} < set(results(whole))
+    assert results(whole).items() <= results(parts).items()  # it was also validated at its stops
+
+
+def test_gamma_lowers_the_learning_rate_after_each_epoch(t5_runs):
+    rates = {row["epoch"]: row["lr"] for row in records(t5_runs / "parts2", "loss")}
+    assert rates == {1: pytest.approx(1e-3), 2: pytest.approx(0.8e-3)}
+
+
+def load_and_validate(folder, articles_csv):
+    """An exported model and its validation loss, without FSDP."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    _, articles = t5_articles(articles_csv)
+    batch = DataCollatorForSeq2Seq(tokenizer)([*t5_tokenized(articles, tokenizer, 512, 15)])
+    with torch.no_grad():
+        return model, t5_loss(model, batch).item()
+
+
+@pytest.mark.parametrize("version", SAVE_ON_CPU)
+def test_the_exported_model_is_what_was_trained(version, t5_runs, articles_csv):
+    whole = t5_runs / f"whole{version}"
+    model, loss = load_and_validate(whole / "best", articles_csv)
+    assert loss == pytest.approx(min(curve(whole, "val_loss")[1:]), **CLOSE)
+    assert model.lm_head.weight is model.shared.weight
+    weights = load_file(whole / "best" / "model.safetensors")
+    assert "shared.weight" in weights
+    assert "lm_head.weight" not in weights  # tied weights are stored once
+
+
+def test_a_loss_that_is_not_finite_stops_all_and_is_not_saved(lm, tmp_path):
+    """In the first micro-batch of step 3; the save of step 4 is what finds it."""
+    flags = (*lm, "--log-every", 10, "--output-dir", tmp_path)
+    refuse("lm_multinode.py", *flags, words=["--lr"], processes=2, change=("infinite_loss", 1, 5))
+    assert finished_checkpoints(tmp_path) == [2]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "DILOCO"])
+def test_kills_at_random_places_lose_nothing(strategy, lm, tmp_path):
+    """Of two replicas of two shards: any process, in any step and in any save."""
+    choose = random.Random(strategy)
+    flags = (*lm, *DILOCO, "--sharding-strategy", strategy, "--shards-per-replica", 2, "--max-steps", 9)
+    flags = (*flags, "--no-save-model", "--resume", "--output-dir")
+    launch("lm_multinode.py", *flags, tmp_path / "whole", processes=4)
+    for place, last in (("signal_in_step", 6), ("kill_in_save", 2), ("signal_in_step", 2)):
+        change = (place, choose.randrange(4), choose.randint(1, last))
+        finished = launch("lm_multinode.py", *flags, tmp_path / "killed", processes=4, change=change, check=False)
+        assert finished.returncode != 0, change
+    launch("lm_multinode.py", *flags, tmp_path / "killed", processes=4)
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+
+
+@pytest.mark.long
+def test_torchrun_restarts_after_a_kill_and_loses_nothing(lm, tmp_path):
+    """One launch makes two runs; the third step of the second, the ninth of the process, kills a process."""
+    settings = [[*lm, "--no-save-model", "--output-dir", tmp_path / name] for name in ("whole", "killed")]
+    change = ("signal_in_step", 1, LM_STEPS + 3)
+    run_many("lm_multinode.py", settings, 2, fork=False, change=change, PET_MAX_RESTARTS="1")  # --max-restarts 1
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+    assert len({row["run"] for row in records(tmp_path / "killed", "loss")}) == 2  # it did start twice
+
+
+@pytest.mark.long
+def test_ctrl_c_saves_and_ends_with_code_130(lm, tmp_path):
+    """In a terminal it reaches the process that has started the others. This run would not end by itself."""
+    flags = [*lm, "--max-steps", 10**6, "--checkpoint-every", 0, "--no-save-model", "--output-dir", tmp_path]
+    command = [sys.executable, ROOT / "lm_multinode.py", *flags, "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    running = subprocess.Popen([*map(str, command)], **pipes, start_new_session=True)
+    try:
+        printed = ""
+        for line in running.stdout:
+            printed += line
+            if line.startswith("step") and "| loss" in line:
+                break
+        os.killpg(running.pid, signal.SIGINT)
+        printed += running.communicate(timeout=200)[0]
+    finally:
+        running.terminate()  # where it failed; torchrun then ends the processes
+        running.wait(timeout=100)
+    assert running.returncode == 130, printed
+    assert "Traceback" not in printed
+    [saved] = finished_checkpoints(tmp_path)
+    assert max(losses(tmp_path)) == saved
+
+    launch("lm_multinode.py", *flags, "--resume", change=("signal_in_step", 0, 2, "SIGTERM"))
+    steps = [row["step"] for row in records(tmp_path, "loss")]
+    assert steps == list(range(1, max(steps) + 1))
+    assert max(steps) > saved
+
+
+@pytest.mark.long
+def test_more_processes_keep_the_weights_of_the_lm_and_say_what_is_lost(lm, lm_whole, tmp_path):
+    shutil.copytree(lm_whole / "checkpoints", tmp_path / "checkpoints")
+    flags = (*lm, "--resume", "--output-dir", tmp_path)
+    finished = launch("lm_multinode.py", *flags, processes=4)
+    assert "position in the data" in finished.stdout
+    before, after = (load_file(folder / "model" / "model.safetensors") for folder in (lm_whole, tmp_path))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+    shutil.rmtree(checkpoint(tmp_path, 6))
+    launch("lm_multinode.py", *flags, processes=4)
+    assert list(losses(tmp_path)) == [5, 6]
+
+
+@pytest.mark.long
+def test_more_processes_keep_the_weights_of_t5_and_say_what_is_lost(t5, t5_runs, tmp_path):
+    whole = t5_runs / "whole2"
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    finished = launch("t5_fsdp.py", *t5, "--no-save-model", "--resume", "--output-dir", tmp_path, processes=4)
+    assert "order of the articles" in finished.stdout
+    assert curve(tmp_path, "val_loss") == pytest.approx(curve(whole, "val_loss")[-1:], **CLOSE)
+
+
+DAMAGED = [("__0_0.distcp", 1000), ("__1_0.distcp", None), (".metadata", 0), (".metadata", 1000), ("progress.json", 0)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, length", DAMAGED)
+def test_a_damaged_checkpoint_is_one_sentence_and_the_one_before_resumes(name, length, lm, lm_whole, tmp_path):
+    """A file of it is cut short, or missing."""
+    shutil.copytree(lm_whole / "checkpoints", tmp_path / "checkpoints")
+    newest = checkpoint(tmp_path, 6)
+    if length is None:
+        (newest / name).unlink()
+    else:
+        os.truncate(newest / name, length)
+    flags = (*lm, "--no-save-model", "--resume", "--output-dir", tmp_path)
+    refuse("lm_multinode.py", *flags, words=[str(newest), "delete"], processes=2)
+
+    shutil.rmtree(newest)
+    launch("lm_multinode.py", *flags)
+    assert results(tmp_path) == results(lm_whole, since=4)
+
+
+@pytest.mark.long
+def test_what_cannot_be_resumed_is_one_sentence(t5, t5_runs, tmp_path):
+    newest = checkpoint(t5_runs / "whole2", T5_STEPS)
+    flags = (*t5, "--resume", "--output-dir")
+    refuse("t5_fsdp.py", *flags, t5_runs / "whole2", "--seed", 7, words=[str(newest), "--seed 1"])
+    refuse("t5_fsdp.py", *flags, t5_runs / "whole2", "--lr", 0.5, words=[str(newest), "--lr 0.001"])
+    assert finished_checkpoints(t5_runs / "whole2") == [6, T5_STEPS]
+
+    # The model that --model names may have been replaced: by one of fewer layers, of more, of other widths.
+    for name, change in {"fewer": {"num_layers": 1}, "more": {"num_layers": 3}, "wide": {"d_ff": 96}}.items():
+        model = make_model(tmp_path / name / "model", **change)
+        copy = checkpoint(tmp_path / name, T5_STEPS)
+        shutil.copytree(newest, copy)
+        progress = (copy / "progress.json").read_text()
+        (copy / "progress.json").write_text(progress.replace(str(t5[1]), str(model)))
+        refuse("t5_fsdp.py", *flags, tmp_path / name, "--model", model, words=[str(copy), "model"])
+
+
+@pytest.mark.long
+def test_replicas_of_diloco_that_cannot_be_resumed(lm, tmp_path):
+    flags = (*lm, *DILOCO, "--shards-per-replica", 1, "--output-dir", tmp_path)
+    launch("lm_multinode.py", *flags)
+    flags = (*flags, "--resume")
+    refuse("lm_multinode.py", *flags, words=["processes", "DILOCO"])
+    refuse("lm_multinode.py", *flags, "--shards-per-replica", 2, words=["--shards-per-replica 1"], processes=2)
+    refuse("lm_multinode.py", *flags, "--sharding-strategy", "FULL_SHARD", words=["strategy"], processes=2)
+
+
+@pytest.fixture
+def small_disk(lm_whole, tmp_path):
+    """A file system with room for one and a half checkpoints."""
+    size = sum(path.stat().st_size for path in checkpoint(lm_whole, 6).iterdir()) * 3 // 2
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        assert "CI" not in os.environ, "CI must be able to mount a tmpfs"
+        pytest.skip("no right to mount a tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+@pytest.mark.long
+def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoint(lm, lm_whole, small_disk):
+    flags = (*lm, "--no-save-model", "--output-dir", small_disk)
+    refuse("lm_multinode.py", *flags, words=[str(checkpoint(small_disk, 4)), "free"], processes=2)
+    assert os.listdir(small_disk / "checkpoints") == ["step-0000002"]
+
+    subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+    launch("lm_multinode.py", *flags, "--resume")
+    assert results(small_disk) == results(lm_whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", SAVE_ON_CPU)
+def test_flan_t5_keeps_its_output_layer_and_the_best_epoch_is_exported(version, t5, articles_csv, tmp_path):
+    model = make_model(tmp_path / "flan", tie_word_embeddings=False, feed_forward_proj="gated-gelu")
+    flags = (*t5, "--model", model, "--fsdp-version", version, "--gamma", 1000)  # the second epoch is worse
+    launch("t5_fsdp.py", *flags, "--output-dir", tmp_path)
+    _, best, worse = curve(tmp_path, "val_loss")
+    assert worse > best
+    model, loss = load_and_validate(tmp_path / "best", articles_csv)
+    assert loss == pytest.approx(best, **CLOSE)
+    assert (model.lm_head.weight - model.shared.weight).abs().max() > 1
+
+
+@pytest.mark.long
+def test_a_failed_export_leaves_the_one_before(t5, tmp_path):
+    """The disk is full when the second epoch is exported."""
+    flags = (*t5, "--no-run-validation", "--output-dir")
+    launch("t5_fsdp.py", *flags, tmp_path / "one", "--epochs", 1)
+    change = ("full_disk_in_export", 2)
+    refuse("t5_fsdp.py", *flags, tmp_path / "two", words=["best", "No space left"], processes=2, change=change)
+    one, two = (tmp_path / name / "best" / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    launch("t5_fsdp.py", *flags, tmp_path / "two")  # what it has left is in no one's way
+    assert one.read_bytes() != two.read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("title", [SCHEDULE, LORA_T5, LORA_LM])
+def test_recipes_resume(title, version, t5, lm, tmp_path):
+    """A schedule of the learning rate, and adapters, where most weights are not trained."""
+    script, flags = ("lm_multinode.py", lm) if title == LORA_LM else ("t5_fsdp.py", t5)
+    copy = patched(tmp_path / "copy", title)
+    check_resume(copy / script, (*flags, "--fsdp-version", version), tmp_path)

@@ -1,0 +1,364 @@
+"""Runs as users start them: scripts learn, save what they trained, compare, say what runs, and end when they should."""
+
+import inspect
+import itertools
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import pytest
+from conftest import CLOSE, ROOT, SAVE_ON_CPU, VERSIONS, curve, fsdp, make_llama, records, run, run_many, succeed
+from rouge_score.rouge_scorer import RougeScorer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
+
+import inside
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+SMALL_LM = (
+    *("--seq-length", 32, "--global-batch-size", 16, "--micro-batch-size", 2, "--num-validation-texts", 3),
+    *("--warmup-steps", 3, "--log-every", 1, "--precision", "fp32"),
+)
+
+
+def torchrun_command(processes, script, flags):
+    """What `python SCRIPT FLAGS` prints: the command that does the same."""
+    return rf"^torchrun .*--nproc_per_node {processes} \S*{script} {' '.join(map(str, flags))} "
+
+
+# ---- MNIST: both halves ----------------------------------------------------------------------------------------------
+def score(network, path, test_set):
+    """The loss and the accuracy of a network that was saved."""
+    model = inside.NETWORKS[network]()
+    model.load_state_dict(load_file(path))
+    images, labels = test_set[:]
+    with torch.no_grad():
+        outputs = torch.cat([model.eval()(part) for part in images.split(1000)])
+    return F.nll_loss(outputs, labels).item(), (outputs.argmax(1) == labels).double().mean().item()
+
+
+def rows_of(stdout):
+    """The lines that show an epoch, by the network that they begin with."""
+    return re.findall(r"^(?:shallow|deep|layers) +\| .*", stdout, re.MULTILINE)
+
+
+def test_both_halves_of_mnist_learn_and_stand_side_by_side(tmp_path):
+    """`python mnist_fsdp.py` with fewer images in smaller batches: a process holds half of the state, and both networks
+    that are saved score as reported."""
+    flags = ("--model", "shallow", "--num-train-samples", 1280, "--batch-size", 16, "--epochs", 1, "--lr", 0.003)
+    finished = succeed("mnist_fsdp.py", *flags, "--save-model", "--output-dir", tmp_path)
+    for processes in (1, 2):
+        assert re.search(torchrun_command(processes, "mnist_fsdp.py", flags), finished.stdout, re.MULTILINE)
+    local, sharded = records(tmp_path, "loss")
+    assert (local["mode"], local["processes"]) == ("local", 1)
+    assert (sharded["mode"], sharded["processes"]) == ("fsdp", 2)
+    lines = rows_of(finished.stdout)
+    assert len(lines) == 4 and lines[2:] == lines[:2]
+    assert local["state_gb"] == pytest.approx(16 * 1_199_882 / 2**30, rel=0.01)
+    assert sharded["state_gb"] == pytest.approx(local["state_gb"] / 2, rel=0.02)
+
+    _, test_set = inside.mnist_digits("--num-train-samples", 1)
+    for row in (local, sharded):
+        assert row["accuracy"] > 0.4  # of ten digits
+        [path] = tmp_path.rglob(f"shallow-{row['mode']}*/**/*.safetensors")
+        assert score("shallow", path, test_set) == pytest.approx((row["test_loss"], row["accuracy"]), **CLOSE)
+
+
+def test_the_xpu_script_learns_on_a_cpu(small_mnist, tmp_path):
+    """The rehearsal of its header, on images of MNIST."""
+    images = ("--dataset", "mnist", "--data-dir", small_mnist)
+    flags = (*images, "--batch-size", 16, "--epochs", 3, "--lr", 0.1, "--save-model", "--output-dir", tmp_path)
+    finished = succeed("mnist_fsdp_xpu.py", *flags, processes=2, fork=True)
+    assert "FSDPConv2d(1, 32" in finished.stdout  # a unit for every 100 parameters
+    rows = records(tmp_path, "loss")
+    assert [row["epoch"] for row in rows] == [1, 2, 3] and rows[2]["loss"] < rows[0]["loss"]
+    assert rows[2]["state_gb"] == pytest.approx(16 * 1_199_882 / 2 / 2**30, rel=0.02)
+    [path] = tmp_path.rglob("*.safetensors")
+    _, test_set = inside.mnist_digits(*images)
+    assert score("xpu", path, test_set) == pytest.approx((rows[2]["test_loss"], rows[2]["accuracy"]), **CLOSE)
+
+
+@pytest.mark.long
+def test_all_networks_are_compared(small_mnist, tmp_path):
+    """With FSDP1, for two epochs on files. With equal layers the peak of a process falls with its state."""
+    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--num-train-samples", 70, "--batch-size", 32)
+    flags += ("--epochs", 2, "--fsdp-version", 1, "--print-model", "--output-dir", tmp_path)
+    finished = succeed("mnist_fsdp.py", *flags)
+    sizes = {"layers": 51_451_274, "deep": 94_104_234, "shallow": 1_199_882}
+    rows = records(tmp_path, "loss")
+    expected = itertools.product((("local", 1), ("fsdp", 2)), sizes, (1, 2))
+    assert [((row["mode"], row["processes"]), row["network"], row["epoch"]) for row in rows] == list(expected)
+    for row in rows:
+        state = 16 * sizes[row["network"]] / row["processes"] / 2**30
+        assert row["state_gb"] == pytest.approx(state, rel=0.02)
+    for size in sizes.values():
+        assert f"{size:,}" in finished.stdout
+    assert finished.stdout.count("(fc1): FullyShardedDataParallel(") == len(sizes)
+
+    lines = rows_of(finished.stdout)
+    last_epochs = [lines[number] for network in range(3) for number in (2 * network + 1, 2 * network + 7)]
+    assert lines[12:] == last_epochs
+    local, sharded = rows[1], rows[7]
+    if not math.isnan(local["peak_gb"]):  # which not every system tells
+        assert local["peak_gb"] - sharded["peak_gb"] > (local["state_gb"] - sharded["state_gb"]) / 4
+
+
+@pytest.mark.long
+def test_settings_of_mnist_change_what_is_trained(small_mnist, tmp_path):
+    changes = {
+        "base": (),
+        "seed": ("--seed", 2),
+        "lr": ("--lr", 0.01),
+        "batch": ("--batch-size", 32),
+        "samples": ("--num-train-samples", 130),
+        "epochs": ("--epochs", 2),
+        "dataset": ("--dataset", "builtin", "--num-train-samples", 192),
+        "layers": ("--dataset", "builtin", "--model", "layers", "--num-train-samples", 64, "--epochs", 2),
+    }
+    base = ("--dataset", "mnist", "--data-dir", small_mnist, "--model", "shallow", "--epochs", 1, "--batch-size", 64)
+    settings = [[*base, *change, "--output-dir", tmp_path / name] for name, change in changes.items()]
+    run_many("mnist_fsdp.py", settings, 1)
+    found = {name: curve(tmp_path / name, "test_loss") for name in changes}
+    assert len({of_one[-1] for of_one in found.values()}) == len(changes)
+    # Over drawn digits a large network makes one epoch, whatever --epochs says.
+    assert [name for name in changes if len(found[name]) == 2] == ["epochs"]
+
+
+@pytest.mark.long
+def test_the_xpu_script_is_the_same_where_it_marks_no_difference():
+    base, twin = (inside.MODULES[name] for name in ("mnist_fsdp.py", "mnist_fsdp_xpu.py"))
+    compared = []
+    for name, function in inspect.getmembers(twin, inspect.isfunction):
+        source = inspect.getsource(function)
+        if hasattr(base, name) and "XPU:" not in source:
+            assert source == inspect.getsource(getattr(base, name))
+            compared.append(name)
+    assert len(compared) >= 5
+
+
+# ---- T5 --------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def trained_t5(tmp_path_factory):
+    """The folder after a tenth of the bare command."""
+    folder = tmp_path_factory.mktemp("t5")
+    flags = ("--num-train-samples", 800, "--epochs", 1, "--batch-size", 8, "--lr", 3e-3, "--precision", "fp32")
+    flags += ("--num-validation-samples", 60, "--max-target-length", 40, "--output-dir", folder)
+    succeed("t5_fsdp.py", *flags, processes=2, fork=True)
+    return folder
+
+
+def t5_rows(folder):
+    """What it validates: the articles, and a batch of their tokens."""
+    articles = inside.t5_articles("builtin")[1].take(60)
+    collate = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(folder))
+    return articles, collate(list(inside.t5_tokenized(articles, collate.tokenizer, 512, 40)))
+
+
+def test_t5_learns_to_summarize(trained_t5):
+    """The model that it exports has the validation loss that it reports."""
+    before, after = records(trained_t5, "val_loss")
+    assert after["val_loss"] < before["val_loss"] / 3
+    for name in ROUGE:
+        assert after[name] > before[name] + 0.2
+    _, batch = t5_rows(trained_t5 / "best")
+    model = AutoModelForSeq2SeqLM.from_pretrained(trained_t5 / "best").eval()
+    with torch.no_grad():
+        assert inside.t5_loss(model, batch).item() == pytest.approx(after["val_loss"], **CLOSE)
+
+
+@pytest.mark.long
+def test_rouge_is_that_of_the_summaries_on_any_number_of_processes(trained_t5, tmp_path):
+    """As plain transformers and rouge_score have it. 50 articles cannot be divided among 3 processes, and there are
+    several batches of them."""
+    arguments = ("--model", trained_t5 / "best", "--num-train-samples", 48, "--num-validation-samples", 60)
+    arguments += ("--test-batch-size", 7, "--max-target-length", 40, "--max-steps", 1, "--precision", "fp32")
+    succeed("t5_fsdp.py", *arguments, "--no-save-model", "--output-dir", tmp_path, processes=3, fork=True)
+    articles, batch = t5_rows(trained_t5 / "best")
+    model, tokenizer = (kind.from_pretrained(trained_t5 / "best") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=40), skip_special_tokens=True)
+    scorer = RougeScorer(ROUGE, use_stemmer=True)
+    scores = [scorer.score(summary, text) for summary, text in zip(articles["summary"], texts, strict=True)]
+    for name in ROUGE:
+        expected = sum(of_one[name].fmeasure for of_one in scores) / len(scores)
+        assert curve(trained_t5, name)[-1] == pytest.approx(expected, abs=0.02)
+        assert curve(tmp_path, name)[0] == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.long
+def test_python_starts_t5_and_its_lines_say_what_runs(tmp_path):
+    """The bare command, cut short: the processes, versions, sizes and scores, and the last summary with its article."""
+    flags = ("--num-train-samples", 64, "--num-validation-samples", 5, "--max-target-length", 8, "--max-steps", 2)
+    finished = succeed("t5_fsdp.py", *flags, "--output-dir", tmp_path)
+    assert re.search(torchrun_command(2, "t5_fsdp.py", flags), finished.stdout, re.MULTILINE)
+    size = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "best").num_parameters()
+    facts = ["2 processes on cpu", torch.__version__, "FSDP2", "FULL_SHARD", f"{size:,}", "10,000", "metrics.jsonl"]
+    last = records(tmp_path, *ROUGE)[-1]
+    facts += [f"{name} {last[name]:.4f}" for name in ROUGE]
+    facts += ["\narticle ", "\nreference ", "\nsummary "]
+    for fact in facts:
+        assert fact in finished.stdout
+    assert len(records(tmp_path, "loss", "grad_norm", "lr", "tokens/s", "peak_gb")) == 1
+
+
+# ---- The language model ----------------------------------------------------------------------------------------------
+def lm_loss(folder, length, count):
+    """The validation loss of a model in a folder, with nothing but transformers and the texts."""
+    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    args = inside.parse("lm_multinode.py", "--num-validation-texts", count, "--seq-length", length)
+    rows = inside.lm_held_out(args, tokenizer)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(rows["input_ids"])).logits
+    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows["labels"]).flatten()).item()
+
+
+def test_the_lm_learns_and_exports_what_it_trained(tmp_path):
+    """`python lm_multinode.py`, cut from 500 to 30 steps, starts two processes and says what runs."""
+    flags = ("--max-steps", 30, "--warmup-steps", 5, "--num-validation-texts", 50, "--precision", "fp32")
+    finished = succeed("lm_multinode.py", *flags, "--log-every", 10, "--output-dir", tmp_path)
+    assert re.search(torchrun_command(2, "lm_multinode.py", flags), finished.stdout, re.MULTILINE)
+    first, last = records(tmp_path, "val_loss")
+    assert last["perplexity"] < first["perplexity"] / 2
+    assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]))
+    steps = records(tmp_path, "loss", "grad_norm", "lr", "tokens/s", "peak_gb")
+    assert [step["step"] for step in steps] == [10, 20, 30]
+    assert "mfu" not in steps[0]  # which has no meaning on a CPU of unknown speed
+    model = tmp_path / "model"
+    assert lm_loss(model, 128, 50) == pytest.approx(last["val_loss"], **CLOSE)
+    size = AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    facts = ("2 processes on cpu", torch.__version__, "FULL_SHARD", f"{size:,}", f"{last['val_loss']:.4f}", str(model))
+    for fact in facts:
+        assert fact in finished.stdout
+
+
+def test_the_documents_shapes_have_the_documents_parameters():
+    assert inside.lm_num_parameters("150m", 32_000) == 214_983_680
+    assert inside.lm_num_parameters("1b", 32_000) == 1_100_048_384
+
+
+@pytest.mark.long
+def test_pretrained_models_are_read_trained_and_exported(tmp_path):
+    """As Llama 3.2's smaller ones: an output layer that is the embedding stays it, and every process has the scaled
+    frequencies of rank 0. Dropout has the same masks in both versions, whoever loaded the model."""
+    positions = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    positions |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    changes = {"tie_word_embeddings": True, "rope_parameters": positions, "max_position_embeddings": 64}
+    plain = make_llama(tmp_path / "plain", **changes)
+    dropout = make_llama(tmp_path / "dropout", attention_dropout=0.5, **changes)
+    settings = []
+    for model, version in itertools.product((plain, dropout), VERSIONS):
+        folder = tmp_path / f"{model.name}{version}"
+        settings.append([*SMALL_LM, "--max-steps", 3, "--lr", 0.01, *fsdp(version), "--model", model])
+        settings[-1] += ["--output-dir", folder]
+    run_many("lm_multinode.py", settings, 2)
+    for version in VERSIONS:
+        first, last = records(tmp_path / f"plain{version}", "val_loss")
+        assert first["val_loss"] == pytest.approx(lm_loss(plain, 32, 3), **CLOSE)
+        assert last["val_loss"] < first["val_loss"] - 0.02
+        if version in SAVE_ON_CPU:
+            exported = tmp_path / f"plain{version}" / "model"
+            model = AutoModelForCausalLM.from_pretrained(exported)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            assert lm_loss(exported, 32, 3) == pytest.approx(last["val_loss"], **CLOSE)
+    assert curve(tmp_path / "dropout1") == pytest.approx(curve(tmp_path / "dropout2"), **CLOSE)
+    assert abs(curve(tmp_path / "dropout2")[0] - curve(tmp_path / "plain2")[0]) > 1e-4
+
+
+def strategies_of(version):
+    return [name for name in inside.LM_STRATEGIES if version == 2 or name != "DILOCO"]
+
+
+@pytest.mark.parametrize("version, processes, shards", [(2, 2, 1), pytest.param(1, 4, 2, marks=pytest.mark.long)])
+def test_strategies_are_compared(tmp_path, tiny_llama, version, processes, shards):
+    """A row for each, least memory first: the state by its shards; the share of the peak by PaLM's formula."""
+    flags = (*SMALL_LM, "--model", tiny_llama, "--compare-strategies", "--peak-tflops", 0.5, "--no-save-model")
+    flags += ("--shards-per-replica", shards, "--fsdp-version", version, "--output-dir", tmp_path)
+    finished = succeed("lm_multinode.py", *flags, processes=processes, fork=True)
+    rows = records(tmp_path, "strategy")
+    assert [row["strategy"] for row in rows] == strategies_of(version)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    looked_up = model.model.embed_tokens.weight.numel()
+    attention = 12 * model.config.num_hidden_layers * model.config.hidden_size * 32
+    flops = 6 * (model.num_parameters() - looked_up) + attention
+    for row in rows:
+        name = row["strategy"]
+        own = {"NO_SHARD": 1, "FULL_SHARD": processes, "SHARD_GRAD_OP": processes}.get(name, shards)
+        bytes_each = 24 if name == "DILOCO" else 16
+        assert (row["replicas"], row["shards"]) == (processes // own, own)
+        assert row["state_gb"] * 2**30 == pytest.approx(bytes_each * model.num_parameters() / own, rel=0.02)
+        assert row["tokens/s"] == pytest.approx(16 * 32 / row["step_seconds"])
+        assert row["mfu"] == pytest.approx(row["tokens/s"] * flops / (processes * 0.5e12))
+        assert re.search(rf"^{name} .*{row['tokens/s']:,.0f}.*{row['mfu']:.1%}", finished.stdout, re.MULTILINE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_process_without_memory_ends_the_comparison_with_a_sentence(version, tiny_llama, tmp_path):
+    """The other waits for it, and has no error. The rows of what fits are there."""
+    flags = (*SMALL_LM, "--model", tiny_llama, "--compare-strategies", "--no-save-model", "--fsdp-version", version)
+    flags += ("--output-dir", tmp_path)
+    change = ("out_of_memory", 1, "SHARD_GRAD_OP")
+    finished = run("lm_multinode.py", *flags, processes=2, fork=True, change=change)
+    assert finished.returncode == 2, finished.stderr
+    assert len(re.findall("error: .*SHARD_GRAD_OP", finished.stderr)) == 1 and "Traceback" not in finished.stderr
+    found = [row["strategy"] for row in records(tmp_path, "strategy")]
+    assert [*found, "SHARD_GRAD_OP"] == strategies_of(version)[: len(found) + 1]
+
+
+# ---- How runs end ----------------------------------------------------------------------------------------------------
+@pytest.mark.long
+def test_processes_that_python_started_end_together(tmp_path):
+    """One that is killed or crashes ends all, long before a collective would give up, with the cause on stderr."""
+    script = tmp_path / "small.py"
+    script.write_text(inside.SMALL_SCRIPT)
+    fates = {"killed": "SIGKILL", "crash 0": "ZeroDivisionError: a bug", "crash 1": "ZeroDivisionError: a bug"}
+    for fate, cause in fates.items():
+        finished = run(script, fate, timeout=300, PYTHONPATH=str(ROOT))
+        assert finished.stdout.count("together 2") == 2
+        assert finished.returncode == 1 and cause in finished.stderr
+
+
+def start(script, *flags, stderr=subprocess.PIPE):
+    """A command in a session of its own, as a terminal starts it, whose output can be read while it runs."""
+    command = [sys.executable, str(ROOT / script), *map(str, flags), "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    return subprocess.Popen(command, **pipes, start_new_session=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode, half", [("both", "local"), ("fsdp", "fsdp")])
+def test_ctrl_c_ends_mnist_without_a_traceback(mode, half, small_mnist, tmp_path):
+    """In a terminal it reaches all processes: in the first half of the comparison, which then ends, and in the sharded
+    one."""
+    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--model", "shallow", "--epochs", 100_000)
+    flags += ("--batch-size", 32, "--mode", mode, "--output-dir", tmp_path)
+    with start("mnist_fsdp.py", *flags) as running:
+        try:
+            assert any(line.startswith(f"shallow | {half}") for line in running.stdout)
+            os.killpg(running.pid, signal.SIGINT)
+            _, errors = running.communicate(timeout=300)
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+    assert running.returncode == 130 and "Traceback" not in errors, errors
+    assert set(curve(tmp_path, "mode")) == {half}
+
+
+@pytest.mark.long
+def test_a_run_whose_output_nobody_reads_ends(tmp_path):
+    """As in `python lm_multinode.py 2>&1 | head`; the worker that packs texts must not keep it."""
+    flags = (*SMALL_LM, "--num-processes", 1, "--max-steps", 100_000, "--output-dir", tmp_path)
+    with start("lm_multinode.py", *flags, stderr=subprocess.STDOUT) as running:
+        try:
+            assert any("| loss" in line for line in running.stdout)
+            running.stdout.close()
+            assert running.wait(timeout=300) == 2
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)

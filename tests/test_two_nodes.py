@@ -1,0 +1,85 @@
+"""lm_multinode.py on two nodes, started as on a cluster, does what it does on one."""
+
+import contextlib
+import json
+import os
+import re
+
+import pytest
+from conftest import CLOSE, ROOT, losses, run_many
+from two_nodes import NoNamespacesError, two_nodes
+
+SIZES = (
+    *("--device", "cpu", "--precision", "fp32", "--no-save-model", "--log-every", 1, "--validate-every", 100),
+    *("--seq-length", 64, "--micro-batch-size", 1, "--global-batch-size", 8, "--num-validation-texts", 3),
+    *("--warmup-steps", 2),
+)
+STRATEGIES = {
+    "FULL_SHARD": (),
+    "HYBRID_SHARD": ("--sharding-strategy", "HYBRID_SHARD"),  # unasked: a node is a replica
+    "DILOCO": ("--sharding-strategy", "DILOCO", "--local-steps", 2),
+    "_HYBRID_SHARD_ZERO2": ("--sharding-strategy", "_HYBRID_SHARD_ZERO2"),
+    "SHARD_GRAD_OP": ("--sharding-strategy", "SHARD_GRAD_OP"),
+    "NO_SHARD": ("--sharding-strategy", "NO_SHARD"),
+    "FSDP1": ("--sharding-strategy", "HYBRID_SHARD", "--fsdp-version", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two nodes. A machine that cannot have them skips these tests, but not where all of them must run."""
+    with contextlib.ExitStack() as cleanup:
+        try:
+            made = cleanup.enter_context(two_nodes())
+        except NoNamespacesError as error:
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(str(error))
+        yield made
+
+
+def run_on_two_nodes(nodes, per_node, settings, change=(), options=()):
+    """One real torchrun on each node; returns what both printed: rank 0 can be on either."""
+    settings = [[str(argument) for argument in arguments] for arguments in settings]
+    arguments = (ROOT / "lm_multinode.py", json.dumps(settings), json.dumps(change))
+    options = ("--nproc_per_node", per_node, *options)
+    finished = nodes.torchrun("tests/forked.py", *arguments, options=options)
+    texts = [f"node {node}:\n{one.stdout[-2000:]}\n{one.stderr[-5000:]}" for node, one in enumerate(finished)]
+    assert [one.returncode for one in finished] == [0, 0], "\n".join(texts)
+    return "".join(one.stdout for one in finished)
+
+
+def check_losses(nodes, per_node, names, tmp_path):
+    """Those of as many processes on one node, which only take themselves to be on two."""
+    of_one, of_two = [], []
+    for name in names:
+        flags = [*SIZES, "--max-steps", 3, *STRATEGIES[name], "--output-dir"]
+        of_one.append([*flags, tmp_path / "one" / name])
+        of_two.append([*flags, tmp_path / "two" / name])
+    run_many("lm_multinode.py", of_one, 2 * per_node, per_node=per_node)
+    run_on_two_nodes(nodes, per_node, of_two)
+    for name in names:
+        expected = losses(tmp_path / "one" / name)
+        assert len(expected) == 3 and losses(tmp_path / "two" / name) == pytest.approx(expected, **CLOSE)
+    assert nodes.sent_bytes(0) > 0 and nodes.sent_bytes(1) > 0
+
+
+def test_the_losses_are_those_of_one_node(nodes, tmp_path):
+    check_losses(nodes, 1, ("FULL_SHARD", "HYBRID_SHARD", "DILOCO"), tmp_path)
+
+
+@pytest.mark.long
+def test_every_strategy_has_the_losses_of_one_node_with_two_processes_on_each(nodes, tmp_path):
+    check_losses(nodes, 2, STRATEGIES, tmp_path)
+
+
+@pytest.mark.long
+def test_a_process_on_the_other_node_is_killed_and_torchrun_starts_all_again(nodes, tmp_path):
+    """One process on each node; those of the run that it is compared with take themselves to be on two as well. As two
+    of one node they would compute with fewer threads each, and on some CPUs with other last digits."""
+    whole, killed = ([*SIZES, "--max-steps", 12, "--output-dir", tmp_path / name] for name in ("whole", "killed"))
+    run_many("lm_multinode.py", [whole], 2, per_node=1)
+    change = ("signal_in_step", 1, 4)
+    printed = run_on_two_nodes(nodes, 1, [[*killed, "--checkpoint-every", 2]], change, ("--max-restarts", 2))
+    # torchrun counts the restart on one node only, and both have resumed.
+    resumed = re.findall(r"^resumed\D+(\d+)$", printed, re.MULTILINE)
+    assert resumed and min(map(int, resumed)) >= 2
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
