@@ -5,12 +5,10 @@ import gzip
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Before anything imports the Hugging Face libraries: no test reaches the network, or finds another run's caches.
@@ -88,26 +86,6 @@ def run_many(
         output = f"{finished.stdout[-2000:]}\n{finished.stderr[-9000:]}"
         assert finished.returncode == 0, f"{script} {settings[0]}\n{output}"
     return finished
-
-
-def check_bad_input(script, as_users, as_forks, **environment):
-    """Each case, (arguments, processes, pattern), ends with code 2 and one line on stderr that the pattern is found in.
-
-    Torchrun itself ends with 1 and adds its own report. Two cases at a time: they mostly wait for imports.
-    """
-
-    def finish(case):
-        arguments, processes, _ = case
-        fork = case in as_forks
-        return case, fork, run(script, *arguments, processes=processes, fork=fork, timeout=120, **environment)
-
-    with ThreadPoolExecutor(2) as pool:
-        for (arguments, processes, pattern), fork, finished in pool.map(finish, as_users + as_forks):
-            errors = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}: error: ")]
-            assert len(errors) == 1 and re.search(pattern, errors[0]), (arguments, finished.stderr)
-            under_torchrun = processes and not fork
-            assert finished.returncode == (1 if under_torchrun else 2)
-            assert under_torchrun or "Traceback" not in finished.stderr, finished.stderr
 
 
 def records(output_dir, *names):

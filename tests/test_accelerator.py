@@ -62,8 +62,9 @@ LM = (
 
 
 def lm_settings(processes):
-    """Flags by name; every one of them computes the same losses."""
+    """Flags by name; every one of them computes the same losses, in bf16 nearly so."""
     ways = {
+        "bf16": ("--precision", "bf16", "--no-save-model"),
         "recomputing": ("--activation-checkpointing", "--no-save-model"),
         "offload": ("--cpu-offload", *SAVING, "--no-save-model"),
         "saving": (*SAVING, "--no-save-model"),
@@ -96,8 +97,11 @@ def lm_runs(request, tmp_path_factory):
 def test_every_strategy_of_the_lm_has_the_losses_of_the_cpu(lm_runs):
     root, processes = lm_runs
     for name in lm_settings(processes):
-        assert len(curve(root / name)) == STEPS
-        check_like_the_cpu(root / name, root / "cpu", "loss", "grad_norm", "val_loss")
+        if "bf16" in name:
+            check_like_the_cpu(root / name, root / "cpu", "loss", rel=0.01)
+            assert curve(root / name) != pytest.approx(curve(root / "cpu"), abs=1e-6), name
+        else:
+            check_like_the_cpu(root / name, root / "cpu", "loss", "grad_norm", "val_loss")
     # Offloaded shards are in the CPU's memory, not in the device's.
     assert max(curve(root / "FSDP2 offload", "peak_gb")) < 0.9 * max(curve(root / "FSDP2 saving", "peak_gb"))
 
@@ -116,17 +120,6 @@ def test_the_lm_resumes_to_the_bit_and_across_devices(lm_runs, tmp_path):
 
     printed = check_resume("cpu", "lm_multinode.py", {root / "FSDP2 saving": plain}, processes, tmp_path / "back")
     assert f"saved on {FOUND.type}: dropout" in printed
-
-
-@pytest.mark.long
-def test_bf16_of_the_lm_is_near_fp32(lm_runs, tmp_path):
-    root, processes = lm_runs
-    bf16 = (*LM, "--precision", "bf16", "--no-save-model", "--fsdp-version")
-    settings = {tmp_path / str(version): (*bf16, version) for version in VERSIONS}
-    run_on(FOUND.type, "lm_multinode.py", settings, processes)
-    for folder in settings:
-        check_like_the_cpu(folder, root / "cpu", "loss", rel=0.01)
-        assert curve(folder) != pytest.approx(curve(root / "cpu"), abs=1e-6)
 
 
 @pytest.mark.long

@@ -338,32 +338,27 @@ def test_workers_make_the_batches_of_an_accelerator_also_where_they_are_not_fork
 
 
 @pytest.mark.long
-def test_flags_count_articles_and_switch_off(tmp_path, tiny_model, articles_csv):
-    shared = ["--model", tiny_model, "--dataset", articles_csv, "--num-train-samples", 40, "--batch-size", 4]
-    shared += ["--num-validation-samples", 3, "--max-source-length", 16, "--max-target-length", 4, "--epochs", 2]
+def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
+    """A run with another number of processes finds all articles in the cache."""
+    path = write_csv(tmp_path / "new.csv", [inside.builtin_article(number) for number in range(300, 400)])
+    flags = ("--model", tiny_model, "--dataset", path, "--num-train-samples", 40, "--num-validation-samples", 3)
+    flags += ("--max-source-length", 16, "--max-target-length", 4, "--epochs", 2)
     switches = {
         "all": (),
         "no-validation": ("--no-run-validation",),
         "no-model": ("--no-save-model",),
         "few-steps": ("--no-run-validation", "--no-save-model", "--max-steps", 7),
     }
-    run_many("t5_fsdp.py", [[*shared, *flags, "--output-dir", tmp_path / name] for name, flags in switches.items()], 2)
-    for name, flags in switches.items():
+    settings = [[*flags, *more, "--batch-size", 4, "--output-dir", tmp_path / name] for name, more in switches.items()]
+    run_many("t5_fsdp.py", settings, 2)
+    for name, more in switches.items():
         assert list(losses(tmp_path / name)) == ([5, 7] if name == "few-steps" else [5, 10])
-        assert len(curve(tmp_path / name, "val_loss")) == (0 if "--no-run-validation" in flags else 3)
-        assert (tmp_path / name / "best").exists() == ("--no-save-model" not in flags)
+        assert len(curve(tmp_path / name, "val_loss")) == (0 if "--no-run-validation" in more else 3)
+        assert (tmp_path / name / "best").exists() == ("--no-save-model" not in more)
 
-
-@pytest.mark.long
-def test_other_processes_find_the_articles_in_the_cache(tmp_path, tiny_model):
-    path = write_csv(tmp_path / "new.csv", [inside.builtin_article(number) for number in range(300, 400)])
-    flags = ("--model", tiny_model, "--dataset", path, "--num-train-samples", 16, "--no-run-validation")
-    flags += ("--no-save-model", "--epochs", 1, "--batch-size", 8)
-    caches = [set(Path(CACHES.name).rglob("*.arrow"))]
-    for processes in (2, 1):
-        run_many("t5_fsdp.py", [[*flags, "--output-dir", tmp_path / str(processes)]], processes)
-        caches.append(set(Path(CACHES.name).rglob("*.arrow")))
-    assert caches[0] < caches[1] == caches[2]
+    cached = set(Path(CACHES.name).rglob("*.arrow"))
+    run_many("t5_fsdp.py", [[*flags, "--batch-size", 8, "--output-dir", tmp_path / "one"]], 1)
+    assert cached == set(Path(CACHES.name).rglob("*.arrow")) and list(losses(tmp_path / "one")) == [5, 10]
 
 
 # ---- Digits of mnist_fsdp.py -----------------------------------------------------------------------------------------

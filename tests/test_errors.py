@@ -46,7 +46,7 @@ USUAL = [
     ("mnist_fsdp.py --batch-size 9999", 2, "--batch-size 9999"),
     ("mnist_fsdp.py --mode local", 2, "--mode local", "python", "torchrun"),
     (f"{MNIST} absent", 1, "MNIST", "absent"),
-    (f"{MNIST} broken0", 2, "MNIST", "broken0"),
+    (f"{MNIST} broken", 2, "MNIST", "broken"),
     ("mnist_fsdp_xpu.py --device cpu --batch-size 9999", 2, "--batch-size 9999"),
 ]
 RARE = [
@@ -71,11 +71,7 @@ RARE = [
     (f"{DILOCO} --fsdp-version 1", 1, "DILOCO", "--fsdp-version 2"),
     (f"{HYBRID} --shards-per-replica 1 --fsdp-version 1 --no-save-model", 2, "FSDP2", "pytorch#154888"),
     (f"{MNIST} mnist --lr 1e30 --epochs 1 --model shallow --batch-size 16", 2, "finite", "--lr"),
-    (f"{MNIST} broken1", 1, "MNIST", "broken1"),
-    (f"{MNIST} broken12", 1, "MNIST", "broken12"),
-    (f"{MNIST} broken-5", 1, "MNIST", "broken-5"),
 ]
-
 
 # A file, its content, and what the sentence names beside the file.
 HEADER = b"headline,title,text\n"
@@ -129,10 +125,8 @@ def files(tmp_path_factory, articles_csv):
     LlamaConfig(max_position_embeddings=64).save_pretrained(folder / "short")
 
     write_mnist(folder / "mnist")
-    for end in (0, 1, 12, -5):
-        name = "train-images-idx3-ubyte" if end > 0 else "t10k-labels-idx1-ubyte"
-        path = write_mnist(folder / f"broken{end}", 20, 20) / "MNIST" / "raw" / name
-        path.write_bytes(path.read_bytes()[:end])
+    broken = write_mnist(folder / "broken", 20, 20) / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    broken.write_bytes(b"")
     return folder
 
 
@@ -147,20 +141,14 @@ def here(files, monkeypatch):
     assert set(written) <= {"metrics.jsonl"}
 
 
-def sentence_of(finished, script):
-    """The one line on stderr that says what is wrong."""
-    [sentence] = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}: error: ")]
-    return sentence
-
-
-def refuse(script, *flags, words, processes=1, fork=True, **options):
-    """The command ends with code 2 and a sentence that has these words."""
+def refuse(script, *flags, words, processes=1, fork=True, code=2, **options):
+    """The command ends with this code and one sentence, which has these words."""
     finished = run(script, *flags, processes=processes, fork=fork, **options)
-    sentence = sentence_of(finished, script)
+    [sentence] = [line for line in finished.stderr.splitlines() if line.startswith(f"{script}: error: ")]
     for word in words:
         assert word in sentence
-    assert finished.returncode == 2
-    assert "Traceback" not in finished.stderr
+    assert finished.returncode == code
+    assert code != 2 or "Traceback" not in finished.stderr
 
 
 @pytest.mark.parametrize("command, processes, words", [*mistakes()])
@@ -177,16 +165,11 @@ def test_a_file_without_usable_texts(name, content, word, here):
     refuse(script, "--dataset", name, words=[f"--dataset {name}", word])
 
 
-def test_processes_that_the_script_starts_end_with_one_sentence(here):
+@pytest.mark.parametrize("processes, code", [(None, 2), pytest.param(2, 1, marks=pytest.mark.long)])
+def test_real_processes_end_with_one_sentence(processes, code, here):
+    """Two that python starts; under torchrun, which itself ends with 1 and adds a report with tracebacks."""
     flags = ("--mode", "fsdp", "--batch-size", 9999)
-    refuse("mnist_fsdp.py", *flags, words=["--batch-size 9999"], processes=None, fork=False)
-
-
-@pytest.mark.long
-def test_under_torchrun_the_sentence_stands_above_its_report(here):
-    finished = run("t5_fsdp.py", "--dataset", "absent.csv", processes=2)
-    assert finished.returncode == 1
-    assert "absent.csv" in sentence_of(finished, "t5_fsdp.py")
+    refuse("mnist_fsdp.py", *flags, words=["--batch-size 9999"], processes=processes, fork=False, code=code)
 
 
 def test_rank_without_the_other_variables_of_torchrun(here):

@@ -217,25 +217,25 @@ class Run:
             self.args.batch_size = size
             self.args.accumulation_steps = 1
 
-    def fits(self, size: int, device_gb: float) -> bool:
-        """So many samples at once, with a tenth of the memory to spare."""
-        self.set_batch(size)
-        return self.peak() <= USABLE * device_gb * GB
+    def largest_batches(self, device_gbs) -> list[int]:
+        """For each of these GPUs, with a tenth of its memory to spare; 0 if not even one sample fits.
 
-    def largest_batch(self, device_gb: float) -> int:
-        """Found by doubling and halving; 0 if not even one sample fits."""
-        if not self.fits(1, device_gb):
-            return 0
-        low, high = 1, 2
-        while self.fits(high, device_gb):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.fits(middle, device_gb):
-                low = middle
-            else:
-                high = middle
-        return low
+        After each operation memory is a constant and something for each sample, so two steps say all.
+        """
+        self.set_batch(2)
+        two = torch.tensor(self.step().totals, dtype=torch.float64)
+        self.set_batch(4)
+        four = torch.tensor(self.step().totals, dtype=torch.float64)
+        each = (four - two) / 2
+        constant = two - 2 * each
+        grows = each > 0
+        found = []
+        for device_gb in device_gbs:
+            usable = USABLE * device_gb * GB
+            largest = ((usable - constant[grows]) / each[grows]).min().item()
+            fits = largest >= 1 and constant.max().item() <= usable
+            found.append(math.floor(largest) if fits else 0)
+        return found
 
 
 @contextlib.contextmanager
@@ -280,37 +280,17 @@ GPUS = (1, 4, 8, 64)
 DEVICE_GB = (24, 40, 80)
 
 
-def largest_batches(script: str, flags: list, options) -> list[str]:
-    """For each of DEVICE_GB. After each operation memory is a constant and something for each sample, so two steps of
-    the same operations say all."""
-    with traced(script, flags, options) as run:
-        run.set_batch(2)
-        two = torch.tensor(run.step().totals, dtype=torch.float64)
-        run.set_batch(4)
-        four = torch.tensor(run.step().totals, dtype=torch.float64)
-    each = (four - two) / 2
-    constant = two - 2 * each
-    grows = each > 0
-    found = []
-    for device_gb in DEVICE_GB:
-        usable = USABLE * device_gb * GB
-        largest = ((usable - constant[grows]) / each[grows]).min().item()
-        fits = largest >= 1 and constant.max().item() <= usable
-        found.append(str(math.floor(largest)) if fits else "-")
-    return found
-
-
 def table(options, models=tuple(MODELS), gpus=GPUS):
     """Yield the page's rows: the largest batch of a process without and with recomputing, FULL_SHARD, bf16."""
     for model, count in itertools.product(models, gpus):
-        script, *flags = MODELS[model]
-        flags += ["--num-processes", count]
-        plain = largest_batches(script, flags, options)
-        recomputing = largest_batches(script, [*flags, "--activation-checkpointing"], options)
-        row = {"model": model, "GPUs": count}
-        for number, device_gb in enumerate(DEVICE_GB):
-            row[f"{device_gb} GB"] = f"{plain[number]} / {recomputing[number]}"
-        yield row
+        cells = {f"{device_gb} GB": [] for device_gb in DEVICE_GB}
+        for switch in ((), ("--activation-checkpointing",)):
+            script, *flags = MODELS[model]
+            with traced(script, [*flags, *switch, "--num-processes", count], options) as run:
+                largest = run.largest_batches(DEVICE_GB)
+            for name, size in zip(cells, largest, strict=True):
+                cells[name].append(str(size or "-"))
+        yield {"model": model, "GPUs": count} | {name: " / ".join(sizes) for name, sizes in cells.items()}
 
 
 def main() -> None:
@@ -336,7 +316,8 @@ def main() -> None:
 
     with traced(options.script, more, options) as run:
         if options.device_gb:
-            print(f"largest batch of a process, with a tenth to spare: {run.largest_batch(options.device_gb)}")
+            [largest] = run.largest_batches([options.device_gb])
+            print(f"largest batch of a process, with a tenth to spare: {largest}")
             return
         row = run.row()
     print_table([row])
