@@ -14,6 +14,8 @@ from pathlib import Path
 # Before anything imports the Hugging Face libraries: no test reaches the network, or finds another run's caches.
 CACHES = tempfile.TemporaryDirectory()
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": CACHES.name}
+# A thread that waits for others sleeps: on a loaded machine, threads that spin take ten times the processor time.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch
 

@@ -76,13 +76,10 @@ def hub(monkeypatch):
 
 @pytest.mark.parametrize("processes, shards", [(2, [40] * 4), (2, [160]), (3, [40] * 4)])
 def test_every_text_comes_once_in_a_pass_whatever_the_processes(tmp_path, tokenizer, processes, shards):
-    """A process has files of its own, or every n-th text where they cannot be divided. Broken records are left out.
-    Passes and seeds have orders of their own."""
+    """A process has files of its own, or every n-th text where they cannot be divided. Passes and seeds have orders of
+    their own."""
     files = write_shards(tmp_path, shards)
     texts = read_texts(tmp_path)
-    with gzip.open(tmp_path / "c4-train.00000.json.gz", "a") as file:
-        faults = [b'{"text": "1 cut', b'{"url": "no text"}', b'{"text": null}', b'{"text": 5}', b"[]", b"", b"\n"]
-        file.write(b"\n".join(faults))
     args = lm_args(files, micro_batch_size=1, seq_length=8)  # little is cut off at the end of a pass
     source, held_out = inside.lm_texts(args)
     seen = []
@@ -126,13 +123,18 @@ def test_held_out_texts_are_chosen_by_their_content(tmp_path):
 
 
 def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
-    """Read in a row, the inputs are the texts with </s> behind each; the targets are the same, one token later."""
+    """Read in a row, the inputs are the texts with </s> behind each; the targets are the same, one token later. Broken
+    records are left out."""
     args = lm_args(write_shards(tmp_path, [300]))
+    known = read_texts(tmp_path)
+    with gzip.open(tmp_path / "c4-train.00000.json.gz", "a") as file:
+        faults = [b'{"text": "1 cut', b'{"url": "no text"}', b'{"text": null}', b'{"text": 5}', b"[]", b"", b"\n"]
+        file.write(b"\n".join(faults))
     tokens, _ = take(inside.lm_stream(args, tokenizer), 100)  # not all of a pass
     assert tokens.shape == (100, 2, 2, 16)
     inputs, labels = tokens[:, 0].ravel(), tokens[:, 1].ravel()
     assert (labels[:-1] == inputs[1:]).all()
-    texts = whole_texts(tokenizer, tokens, read_texts(tmp_path))
+    texts = whole_texts(tokenizer, tokens, known)
     expected = np.concatenate(tokenizer([text + "</s>" for text in texts])["input_ids"])
     assert inputs[: len(expected)].tolist() == expected.tolist()
     assert len(inputs) - len(expected) < 40  # a text that goes on in the next batch
