@@ -15,7 +15,7 @@ KINDS = ("parameters", "optimizer state", "gathered parameters", "gradients", "a
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() is slow
     return local.untyped_storage()
 
 

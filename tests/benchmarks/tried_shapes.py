@@ -43,8 +43,9 @@ from inside import PEAK_TFLOPS, builtin_article, num_parameters, train_tokenizer
 
 FLAN = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 TIED = {"tie_word_embeddings": True}
-LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500_000.0, "original_max_position_embeddings": 8192}
-LLAMA_3 |= {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+POSITIONS = {"rope_type": "llama3", "rope_theta": 500_000.0, "original_max_position_embeddings": 8192}
+POSITIONS |= {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 = {"rope_parameters": POSITIONS, "max_position_embeddings": 131_072}
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
@@ -71,7 +72,7 @@ MODELS = {
     "Qwen/Qwen2.5-0.5B": (decoder(Qwen2Config, 896, 4864, 24, 14, 2, 151_936, use_sliding_window=False, **TIED), 2),
     "Qwen/Qwen3-0.6B": (decoder(Qwen3Config, 1024, 3072, 28, 16, 8, 151_936, head_dim=128, **TIED), 2),
     "meta-llama/Llama-3.2-1B": (
-        decoder(LlamaConfig, 2048, 8192, 16, 32, 8, 128_256, head_dim=64, rope_parameters=LLAMA_3, **TIED),
+        decoder(LlamaConfig, 2048, 8192, 16, 32, 8, 128_256, head_dim=64, **LLAMA_3, **TIED),
         2,
     ),
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": (decoder(LlamaConfig, 2048, 5632, 22, 32, 4, 32_000), 2),
