@@ -272,14 +272,14 @@ def lm_trainer(args, world, config, batches):
 
 
 def t5_trainer(args, world):
-    """The tokenizer and the config, and a function that makes a step of the first epoch."""
+    """The tokenizer, and a function that makes a step of the first epoch."""
     config, tokenizer, articles, _ = t5_fsdp.load_data(args, world)
     lengths = torch.tensor([len(ids) for ids in articles["input_ids"]])
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
     batches = t5_fsdp.batches_on_device(articles, t5_fsdp.split_epoch(args, world, lengths, 1), collate, world)
     model, optimizer = t5_fsdp.build(args, world, config)
     scaler = torch.amp.GradScaler(world.device.type, enabled=False)
-    return config, tokenizer, lambda: t5_fsdp.train_step(args, world, model, optimizer, scaler, next(batches))
+    return tokenizer, lambda: t5_fsdp.train_step(args, world, model, optimizer, scaler, next(batches))
 
 
 def num_parameters(config):

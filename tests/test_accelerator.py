@@ -31,10 +31,21 @@ def run_on(device, script, settings, processes):
     return finished.stdout
 
 
-def check_like_the_cpu(folder, on_cpu, *fields, **tolerance):
-    for field in fields:
-        assert curve(folder, field), (folder, field)
-        assert curve(folder, field) == pytest.approx(curve(on_cpu, field), **tolerance or NEAR), (folder, field)
+def with_versions(ways):
+    return {f"FSDP{version} {name}": (*ways[name], "--fsdp-version", version) for version in VERSIONS for name in ways}
+
+
+def check_like_the_cpu(root, names, *fields, **tolerance):
+    """In fp32; lower precisions are near it, and something else."""
+    for name in names:
+        if "16" in name:
+            assert curve(root / name) == pytest.approx(curve(root / "cpu"), rel=0.02), name
+            assert curve(root / name) != curve(root / "cpu"), name
+            continue
+        for field in fields:
+            assert curve(root / name, field), (name, field)
+            on_cpu = pytest.approx(curve(root / "cpu", field), **tolerance or NEAR)
+            assert curve(root / name, field) == on_cpu, (name, field)
 
 
 def check_resume(device, script, settings, processes, tmp_path):
@@ -75,7 +86,7 @@ def lm_settings(processes):
         if processes > 1:
             ways[strategy] = ("--sharding-strategy", strategy, "--shards-per-replica", 2, "--no-save-model")
 
-    found = {f"FSDP{version} {name}": (*ways[name], "--fsdp-version", version) for version in VERSIONS for name in ways}
+    found = with_versions(ways)
     if processes == 1:
         del found["FSDP1 offload"]  # refused: with one shard FSDP1 would not resume rightly
     replicas = ("--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1, "--no-save-model")
@@ -96,12 +107,7 @@ def lm_runs(request, tmp_path_factory):
 @pytest.mark.long
 def test_every_strategy_of_the_lm_has_the_losses_of_the_cpu(lm_runs):
     root, processes = lm_runs
-    for name in lm_settings(processes):
-        if "bf16" in name:
-            check_like_the_cpu(root / name, root / "cpu", "loss", rel=0.01)
-            assert curve(root / name) != pytest.approx(curve(root / "cpu"), abs=1e-6), name
-        else:
-            check_like_the_cpu(root / name, root / "cpu", "loss", "grad_norm", "val_loss")
+    check_like_the_cpu(root, lm_settings(processes), "loss", "grad_norm", "val_loss")
     # Offloaded shards are in the CPU's memory, not in the device's.
     assert max(curve(root / "FSDP2 offload", "peak_gb")) < 0.9 * max(curve(root / "FSDP2 saving", "peak_gb"))
 
@@ -130,8 +136,7 @@ def test_diloco_has_the_losses_of_the_cpu(tmp_path):
     run_on("cpu", "lm_multinode.py", {tmp_path / "cpu": flags}, 2)
     on_device = {tmp_path / "saving": (*flags, *SAVING), tmp_path / "offload": (*flags, "--cpu-offload")}
     run_on(FOUND.type, "lm_multinode.py", on_device, 2)
-    for folder in on_device:
-        check_like_the_cpu(folder, tmp_path / "cpu", "loss", "val_loss")
+    check_like_the_cpu(tmp_path, ("saving", "offload"), "loss", "val_loss")
 
 
 @pytest.mark.long
@@ -147,16 +152,15 @@ def test_strategies_are_compared_on_the_device(processes, tmp_path):
 
 
 # ---- T5 --------------------------------------------------------------------------------------------------------------
-T5_EXACT = {"FSDP2 offload": ("--cpu-offload",), "FSDP1 late": ("--fsdp-version", 1, "--backward-prefetch", "post")}
-T5_LOW = {}
-for number in VERSIONS:
-    of_version = ("--fsdp-version", number)
-    T5_EXACT[f"FSDP{number} SHARD_GRAD_OP"] = (*of_version, "--sharding-strategy", "SHARD_GRAD_OP")
-    T5_EXACT[f"FSDP{number} recomputing"] = (*of_version, "--activation-checkpointing")
-    T5_EXACT[f"FSDP{number} no prefetch"] = (*of_version, "--backward-prefetch", "none")
-    T5_EXACT[f"FSDP{number} saving"] = (*of_version, *SAVING)
-    for precision in ("bf16", "fp16", "grad-bf16"):
-        T5_LOW[f"FSDP{number} {precision}"] = (*of_version, "--precision", precision)
+T5_WAYS = {
+    "zero2": ("--sharding-strategy", "SHARD_GRAD_OP"),
+    "recomputing": ("--activation-checkpointing",),
+    "no prefetch": ("--backward-prefetch", "none"),
+    "saving": SAVING,
+    "bf16": ("--precision", "bf16"),
+    "fp16": ("--precision", "fp16"),
+    "grad-bf16": ("--precision", "grad-bf16"),
+}
 
 
 @pytest.mark.long
@@ -167,17 +171,14 @@ def test_t5_has_the_losses_and_summaries_of_the_cpu_and_resumes(processes, tiny_
         *("--model", tiny_model, "--dataset", articles_csv, "--batch-size", 8 // processes, "--precision", "fp32"),
         *("--accumulation-steps", 2, "--max-steps", STEPS, "--epochs", 1, "--log-every", 1, "--max-target-length", 12),
     )
+    late = ("--fsdp-version", 1, "--backward-prefetch", "post")
+    ways = with_versions(T5_WAYS) | {"FSDP2 offload": ("--cpu-offload",), "FSDP1 late": late}
     root = tmp_path / "runs"
     run_on("cpu", "t5_fsdp.py", {root / "cpu": (*flags, *SAVING)}, processes)
-    settings = {root / name: (*flags, *more) for name, more in (T5_EXACT | T5_LOW).items()}
-    run_on(FOUND.type, "t5_fsdp.py", settings, processes)
-    for name in T5_EXACT:
-        check_like_the_cpu(root / name, root / "cpu", "loss", "grad_norm", "val_loss", "rougeL")
-    for name in T5_LOW:
-        check_like_the_cpu(root / name, root / "cpu", "loss", rel=0.02)
-        assert curve(root / name) != curve(root / "cpu"), name
+    run_on(FOUND.type, "t5_fsdp.py", {root / name: (*flags, *more) for name, more in ways.items()}, processes)
+    check_like_the_cpu(root, ways, "loss", "grad_norm", "val_loss", "rougeL")
 
-    saved = {root / name: (*flags, *T5_EXACT.get(name, ())) for name in ("FSDP1 saving", "FSDP2 saving", "cpu")}
+    saved = {root / name: (*flags, *ways.get(name, ())) for name in ("FSDP1 saving", "FSDP2 saving", "cpu")}
     printed = check_resume(FOUND.type, "t5_fsdp.py", saved, processes, tmp_path / "resumed")
     assert printed.count("keeps everything\n") == 2
     assert printed.count("keeps all but dropout's random numbers\n") == 1
@@ -188,19 +189,16 @@ def test_t5_has_the_losses_and_summaries_of_the_cpu_and_resumes(processes, tiny_
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_mnist_has_the_losses_of_the_cpu(processes, small_mnist, tmp_path):
     shared = ("--dataset", "mnist", "--data-dir", small_mnist, "--batch-size", 16, "--epochs", 2)
-    modes = ("fsdp", "local") if processes == 1 else ("fsdp",)
-    ways = {"mnist_fsdp.py": {}, "mnist_fsdp_xpu.py": {}}
-    for version in VERSIONS:
-        ways["mnist_fsdp_xpu.py"][f"xpu {version}"] = (*shared, "--lr", 0.1, "--fsdp-version", version)
-        for mode in modes:
-            flags = (*shared, "--model", "shallow", "--mode", mode, "--fsdp-version", version)
-            ways["mnist_fsdp.py"][f"{mode} {version}"] = flags
-    for script, settings in ways.items():
-        for device in ("cpu", FOUND.type):
-            run_on(device, script, {tmp_path / device / name: flags for name, flags in settings.items()}, processes)
-        for name in settings:
-            folders = (tmp_path / FOUND.type / name, tmp_path / "cpu" / name)
-            check_like_the_cpu(*folders, "loss", "test_loss", "accuracy", rel=1e-3, abs=1e-4)
+    mnist = {"fsdp": (*shared, "--model", "shallow", "--mode", "fsdp")}
+    if processes == 1:
+        mnist["local"] = (*shared, "--model", "shallow", "--mode", "local")
+    for script, ways in (("mnist_fsdp.py", mnist), ("mnist_fsdp_xpu.py", {"xpu": (*shared, "--lr", 0.1)})):
+        for name, flags in ways.items():
+            root = tmp_path / name
+            run_on("cpu", script, {root / "cpu": flags}, processes)
+            both = with_versions({name: flags})
+            run_on(FOUND.type, script, {root / each: both[each] for each in both}, processes)
+            check_like_the_cpu(root, both, "loss", "test_loss", "accuracy", rel=1e-3, abs=1e-4)
 
 
 # ---- Commands as users start them ------------------------------------------------------------------------------------

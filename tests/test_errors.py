@@ -165,7 +165,8 @@ def test_a_file_without_usable_texts(name, content, word, here):
     refuse(script, "--dataset", name, words=[f"--dataset {name}", word])
 
 
-@pytest.mark.parametrize("processes, code", [(None, 2), pytest.param(2, 1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes, code", [(None, 2), (2, 1)])
 def test_real_processes_end_with_one_sentence(processes, code, here):
     """Two that python starts; under torchrun, which itself ends with 1 and adds a report with tracebacks."""
     flags = ("--mode", "fsdp", "--batch-size", 9999)

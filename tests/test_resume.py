@@ -135,6 +135,7 @@ def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, l
     assert results(tmp_path) == results(whole)
 
 
+@pytest.mark.long
 def test_the_lm_resumes_with_fsdp1(lm, tmp_path):
     check_resume("lm_multinode.py", (*lm, "--fsdp-version", 1), tmp_path)
 

@@ -38,6 +38,7 @@ def check(script, settings, processes, tmp_path):
             assert run.peak() == pytest.approx(held["peak"], rel=0.01), flags
 
 
+@pytest.mark.long
 def test_the_prediction_is_what_a_real_step_holds(tmp_path):
     """With one micro-batch in a step, and with two, which hold whole gradients."""
     one, two = (("--global-batch-size", 4 * 2 * count) for count in (1, 2))

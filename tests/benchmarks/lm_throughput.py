@@ -190,6 +190,13 @@ def take_turns(options) -> None:
     shared.print_table(rows)
 
 
+def flags_of(options, more: list) -> list:
+    folder = options.folder
+    flags = ["--model", folder, "--dataset", f"{folder}/c4-*.json", "--num-validation-texts", 20, "--device", "cpu"]
+    flags += ["--micro-batch-size", options.micro_batch_size, "--global-batch-size", options.global_batch_size]
+    return [*flags, "--seq-length", options.seq_length, *more]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
@@ -205,15 +212,12 @@ def main() -> None:
     options, more = parser.parse_known_args()
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # four workers, as in the document
+    if options.folder:
+        worker(options, flags_of(options, more))
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.folder or Path(scratch)
-        flags = ["--model", folder, "--dataset", f"{folder}/c4-*.json", "--num-validation-texts", 20, "--device", "cpu"]
-        flags += ["--micro-batch-size", options.micro_batch_size, "--global-batch-size", options.global_batch_size]
-        flags += ["--seq-length", options.seq_length, *more]
-        if options.folder:
-            worker(options, flags)
-        options.folder = folder
-        write_c4_like(folder, count=4000)
+        options.folder = Path(scratch)
+        flags = flags_of(options, more)
+        write_c4_like(options.folder, count=4000)
         if options.against:
             turns = {"processes": options.processes, "turns": options.turns, "steps": 2}
             shared.compare_checkouts(options.against, OURS, *flags, **turns)

@@ -118,7 +118,7 @@ def worker(options, flags: list) -> None:
     for precision in options.precisions:
         args = parse("t5_fsdp.py", *flags, "--precision", precision, "--fsdp-version", 1)
         world = world or set_up(args)
-        _, tokenizer, our_step = t5_trainer(args, world)
+        tokenizer, our_step = t5_trainer(args, world)
         loops = {"document": document_step(args, world, tokenizer), "t5_fsdp.py": our_step}
         rates = {name: [] for name in loops}
         for _, (name, step) in itertools.product(range(options.turns + 1), loops.items()):
@@ -145,6 +145,11 @@ def worker(options, flags: list) -> None:
     os._exit(0)  # not a tidy end: the models would be freed after the process group, which aborts
 
 
+def flags_of(options, folder: Path) -> list:
+    flags = ["--model", folder, "--dataset", folder / "articles.csv", "--num-train-samples", 0]
+    return [*flags, "--batch-size", options.batch_size, "--device", options.device, "--no-run-validation"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
@@ -157,14 +162,12 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout, to compare its t5_fsdp.py with this one")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the processes
     options = parser.parse_args()
+    if options.folder:
+        worker(options, flags_of(options, options.folder))
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.folder or Path(scratch)
-        flags = ["--model", folder, "--dataset", folder / "articles.csv", "--num-train-samples", 0]
-        flags += ["--batch-size", options.batch_size, "--device", options.device, "--no-run-validation"]
-        if options.folder:
-            worker(options, flags)
+        flags = flags_of(options, Path(scratch))
         steps = (options.turns + 1) * options.steps
-        write_articles(folder, int(1.2 * options.batch_size * options.processes * steps) + 100, options.shape)
+        write_articles(Path(scratch), int(1.2 * options.batch_size * options.processes * steps) + 100, options.shape)
         if options.against:
             turns = {"processes": options.processes, "turns": options.turns, "steps": options.steps}
             for precision in options.precisions:
