@@ -6,8 +6,8 @@
 
 Needs one GPU and no network: random weights in the shape of the real models, texts of random words that fill every
 sequence. Each row is a run of the script by its command line, `--steps` steps to warm up and compile and as many that
-count; it is printed as soon as it is there. One that runs out of memory says so, and the next goes on. No row lasts
-longer than `--minutes` leave. fp32 is fp32 itself; tf32 is what the scripts make of fp32 on a GPU.
+count; it is printed as soon as it is there. One that runs out of memory says so, and the next goes on. It ends
+after `--minutes`. fp32 is fp32 itself; tf32 is what the scripts make of fp32 on a GPU.
 
 MFU is model FLOP/s over the device's bf16 peak, in every precision: for the Llama by lm_multinode.py, for T5 three
 times what torch's FLOP counter finds in a forward pass. `predicted GB` is what will_it_fit.py says; it traces neither
@@ -87,7 +87,7 @@ def measure(script: str, flags: list, change: list, output: Path, seconds: float
     command = [shared.ROOT / "tests" / "forked.py", shared.ROOT / script, json.dumps(settings), json.dumps(change)]
     try:
         command = list(map(str, [sys.executable, *command]))
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=max(1, seconds))
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return {"note": "no time left"}
     if finished.returncode == 0:
@@ -114,10 +114,13 @@ def rows(part: str, folder: Path, options, deadline: float):
     flags += ["--max-steps", 2 * options.steps, "--log-every", options.steps]
     flops = t5_flops_per_token(folder) if part == "t5" else 0
     for number, (name, more) in enumerate(WAYS.items()):
+        left = deadline - time.monotonic()
+        if left < 0:
+            return
         predictor = start_prediction(script, [*of_prediction, *more], options)
         change = ["compute_in_fp32"] if name == "fp32" else []
         output = folder / f"output-{number}"
-        found = measure(script, [*flags, *more], change, output, deadline - time.monotonic())
+        found = measure(script, [*flags, *more], change, output, left)
         row = {part: name, "tokens/s": found.get("tokens/s", "-"), "mfu": found.get("mfu", "-")}
         if part == "t5" and options.peak_tflops and "tokens/s" in found:
             row["mfu"] = found["tokens/s"] * flops / (options.peak_tflops * 1e12)
