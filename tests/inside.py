@@ -198,6 +198,11 @@ def lm_num_parameters(name, vocabulary):
         return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **lm_multinode.MODELS[name])).num_parameters()
 
 
+def lm_mesh_shape(args, size, per_node):
+    """Replicas and shards of each. Raises UserError where processes cannot form them."""
+    return lm_multinode.mesh_shape(args, world_of(size=size)._replace(local_size=per_node))
+
+
 def lm_texts(args, script=lm_multinode):
     """The stream to train on, and the list of texts that are held out."""
     source, held_out = script.load_texts(args)

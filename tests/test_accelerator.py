@@ -11,6 +11,8 @@ import torch
 import pytest
 from conftest import VERSIONS, curve, records, run, run_many, succeed
 
+from inside import lm_num_parameters
+
 FOUND = torch.accelerator.current_accelerator(check_available=True)
 USABLE = FOUND is not None and FOUND.type != "mps"
 DEVICES = torch.accelerator.device_count() if USABLE else 0
@@ -108,8 +110,9 @@ def lm_runs(request, tmp_path_factory):
 def test_every_strategy_of_the_lm_has_the_losses_of_the_cpu(lm_runs):
     root, processes = lm_runs
     check_like_the_cpu(root, lm_settings(processes), "loss", "grad_norm", "val_loss")
-    # Offloaded shards are in the CPU's memory, not in the device's.
-    assert max(curve(root / "FSDP2 offload", "peak_gb")) < 0.9 * max(curve(root / "FSDP2 saving", "peak_gb"))
+    # Offloaded shards, and the optimizer's two numbers for each, are in the CPU's memory, not in the device's.
+    saved = curve(root / "FSDP2 saving", "peak_gb")[-1] - curve(root / "FSDP2 offload", "peak_gb")[-1]
+    assert saved > 0.7 * 12 * lm_num_parameters("tiny", 2048) / processes / 2**30
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 import pytest
 from conftest import ROOT, SCRIPTS, curve, make_llama, make_model, run_many, write_csv
 
-from inside import LM_MODELS, builtin_article, parse
+from inside import LM_MODELS, builtin_article, lm_mesh_shape, parse
 
 PAGES = (*SCRIPTS, "README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 PLACEHOLDER = "SCRIPT.py"  # any of the scripts
@@ -133,15 +133,21 @@ def test_every_command_trains_on_two_processes(script, small, tmp_path):
     check_that_all_train(script, commands, small, tmp_path, 2, 2)
 
 
+def test_the_printed_numbers_fit_the_printed_processes():
+    """On nodes of 8 GPUs where no number is printed. Only the LM's depend on them."""
+    for command in commands_for("lm_multinode.py"):
+        size, per_node = processes_of(command)
+        args = parse(command.file, *command.flags)
+        replicas, shards = lm_mesh_shape(args, size, per_node)
+        assert replicas * shards == size, command.printed
+        assert args.global_batch_size % (args.micro_batch_size * size) == 0, command.printed
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_printed_numbers_fit_the_printed_processes(script, small, tmp_path):
-    """On nodes of 8 GPUs where no number is printed; and the defaults fit 3 processes."""
-    by_processes = {(3, 3): [Command("the defaults", "", "", script, ())]}
-    for command in commands_for(script):
-        by_processes.setdefault(processes_of(command), []).append(command)
-    for counts, commands in by_processes.items():
-        check_that_all_train(script, commands, small, tmp_path, *counts)
+def test_sixteen_processes_on_two_nodes(small, tmp_path):
+    flags = ("--sharding-strategy", "HYBRID_SHARD", "--micro-batch-size", 1)
+    command = Command("this test", "", "", "lm_multinode.py", flags)
+    check_that_all_train("lm_multinode.py", [command], small, tmp_path, 16, 8)
 
 
 def test_no_command_is_overlooked():

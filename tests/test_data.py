@@ -187,7 +187,7 @@ def test_other_formats_hold_the_same_texts(tmp_path, tokenizer, hub):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("shards, workers", [([300], 1), ([300], 3), ([50] * 6, 3)])
+@pytest.mark.parametrize("shards, workers", [([300], 1), ([50] * 6, 3)])
 def test_workers_share_the_texts_and_go_on_exactly(tmp_path, tokenizer, shards, workers):
     """Those of each of two ranks, in processes of their own: resumed at any worker's turn."""
     args = lm_args(write_shards(tmp_path, shards), num_workers=workers)
@@ -215,7 +215,7 @@ def test_workers_that_are_not_forked(tmp_path):
         file.writelines(f'{{"text": "text {number} of some words"}}\n{{"te\n' for number in range(2000))
     flags = ("--seq-length", 32, "--micro-batch-size", 2, "--global-batch-size", 8, "--num-validation-texts", 50)
     flags += ("--max-steps", 1, "--no-save-model")
-    for method, processes, dataset in (("spawn", 1, files), ("forkserver", 2, tmp_path / "c4.json")):
+    for method, processes, dataset in (("spawn", 2, tmp_path / "c4.json"), ("forkserver", 1, files)):
         settings = [[*flags, "--dataset", dataset, "--output-dir", tmp_path / method]]
         run_many("lm_multinode.py", settings, processes, START_METHOD=method)
         assert len(curve(tmp_path / method)) == 1

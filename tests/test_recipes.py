@@ -96,8 +96,6 @@ STEPS, LAYERS, SOURCE, SUMMARY = 4, 2, 40, 12
 RATE = 2e-3
 VARIANTS = {
     "fsdp1": fsdp(1),
-    "fsdp2": fsdp(2),
-    "fsdp1 recomputing": (*fsdp(1), "--activation-checkpointing"),
     "fsdp2 recomputing and offloading": ("--activation-checkpointing", "--cpu-offload"),
 }
 SHARED = ("--precision", "fp32", "--log-every", 1, "--max-steps", STEPS, "--lr", RATE)

@@ -187,11 +187,10 @@ def test_a_loss_that_is_not_finite_stops_all_and_is_not_saved(lm, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "DILOCO"])
-def test_kills_at_random_places_lose_nothing(strategy, lm, tmp_path):
+def test_kills_at_random_places_lose_nothing(lm, tmp_path):
     """Of two replicas of two shards: any process, in any step and in any save."""
-    choose = random.Random(strategy)
-    flags = (*lm, *DILOCO, "--sharding-strategy", strategy, "--shards-per-replica", 2, "--max-steps", 9)
+    choose = random.Random(0)
+    flags = (*lm, *DILOCO, "--shards-per-replica", 2, "--max-steps", 9)
     flags = (*flags, "--no-save-model", "--resume", "--output-dir")
     launch("lm_multinode.py", *flags, tmp_path / "whole", processes=4)
     for place, last in (("signal_in_step", 6), ("kill_in_save", 2), ("signal_in_step", 2)):
@@ -200,16 +199,6 @@ def test_kills_at_random_places_lose_nothing(strategy, lm, tmp_path):
         assert finished.returncode != 0, change
     launch("lm_multinode.py", *flags, tmp_path / "killed", processes=4)
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
-
-
-@pytest.mark.long
-def test_torchrun_restarts_after_a_kill_and_loses_nothing(lm, tmp_path):
-    """One launch makes two runs; the third step of the second, the ninth of the process, kills a process."""
-    settings = [[*lm, "--no-save-model", "--output-dir", tmp_path / name] for name in ("whole", "killed")]
-    change = ("signal_in_step", 1, LM_STEPS + 3)
-    run_many("lm_multinode.py", settings, 2, fork=False, change=change, PET_MAX_RESTARTS="1")  # --max-restarts 1
-    assert results(tmp_path / "killed") == results(tmp_path / "whole")
-    assert len({row["run"] for row in records(tmp_path / "killed", "loss")}) == 2  # it did start twice
 
 
 @pytest.mark.long
@@ -266,15 +255,14 @@ def test_more_processes_keep_the_weights_of_t5_and_say_what_is_lost(t5, t5_runs,
 
 @pytest.mark.long
 def test_a_damaged_checkpoint_is_one_sentence_and_the_one_before_resumes(lm, lm_whole, tmp_path):
-    """Each of its files: cut short, empty or missing."""
+    """Each of its files: cut short or missing."""
     shutil.copytree(lm_whole / "checkpoints", tmp_path / "checkpoints")
     flags = (*lm, "--no-save-model", "--resume", "--output-dir", tmp_path)
     newest = checkpoint(tmp_path, 6)
     for path in sorted(newest.iterdir()):
         content = path.read_bytes()
-        for left in (content[: len(content) // 2], b""):
-            path.write_bytes(left)
-            refuse("lm_multinode.py", *flags, words=[str(newest), "delete"], processes=2)
+        path.write_bytes(content[: len(content) // 2])
+        refuse("lm_multinode.py", *flags, words=[str(newest), "delete"], processes=2)
         if path.name != ".metadata":  # without it the checkpoint was never finished
             path.unlink()
             refuse("lm_multinode.py", *flags, words=[str(newest), "delete"], processes=2)
@@ -362,8 +350,7 @@ def test_a_failed_export_leaves_the_one_before(t5, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("title", [SCHEDULE, LORA_T5, LORA_LM])
+@pytest.mark.parametrize("title, version", [(SCHEDULE, 2), (LORA_T5, 1), (LORA_LM, 2)])
 def test_recipes_resume(title, version, t5, lm, tmp_path):
     """A schedule of the learning rate, and adapters, where most weights are not trained."""
     script, flags = ("lm_multinode.py", lm) if title == LORA_LM else ("t5_fsdp.py", t5)

@@ -18,10 +18,6 @@ STRATEGIES = {
     "FULL_SHARD": (),
     "HYBRID_SHARD": ("--sharding-strategy", "HYBRID_SHARD"),  # unasked: a node is a replica
     "DILOCO": ("--sharding-strategy", "DILOCO", "--local-steps", 2),
-    "_HYBRID_SHARD_ZERO2": ("--sharding-strategy", "_HYBRID_SHARD_ZERO2"),
-    "SHARD_GRAD_OP": ("--sharding-strategy", "SHARD_GRAD_OP"),
-    "NO_SHARD": ("--sharding-strategy", "NO_SHARD"),
-    "FSDP1": ("--sharding-strategy", "HYBRID_SHARD", "--fsdp-version", 1),
 }
 
 
@@ -67,8 +63,8 @@ def test_the_losses_are_those_of_one_node(nodes, tmp_path):
 
 
 @pytest.mark.long
-def test_every_strategy_has_the_losses_of_one_node_with_two_processes_on_each(nodes, tmp_path):
-    check_losses(nodes, 2, STRATEGIES, tmp_path)
+def test_the_losses_are_those_of_one_node_with_two_processes_on_each(nodes, tmp_path):
+    check_losses(nodes, 2, ("HYBRID_SHARD", "DILOCO"), tmp_path)
 
 
 @pytest.mark.long
