@@ -4,13 +4,11 @@ Copy this file together with the script you start from. What is sharded, and how
 """
 
 import argparse
-import atexit
 import contextlib
 import gc
 import json
 import logging
 import math
-import multiprocessing
 import os
 import pickle
 import random
@@ -20,10 +18,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +28,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -55,7 +51,7 @@ class HelpFormatter(
 class Parser(argparse.ArgumentParser):
     """argparse, with a script's header as its help."""
 
-    def __init__(self, header: str) -> None:
+    def __init__(self, header: str):
         super().__init__(
             usage="%(prog)s [flags]",
             description=header,
@@ -63,48 +59,43 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message: str):
         fail(f"{message} (--help lists every flag)")  # once, and not from every process
 
 
+# argparse makes a sentence of a ValueError, with the name of the function.
+
+
 def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    if int(text) < 1:
+        raise ValueError
     return int(text)
 
 
 def non_negative_int(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
+    if int(text) < 0:
+        raise ValueError
     return int(text)
 
 
 def non_negative_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:  # nan is not
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
-    return value
+    if not 0 <= float(text) < math.inf:  # nan is not
+        raise ValueError
+    return float(text)
 
 
-def add_run_flags(group: argparse._ArgumentGroup) -> None:
+def add_run_flags(group):
     add = group.add_argument
     folder = Path("output", Path(sys.argv[0]).stem)
+    optional = argparse.BooleanOptionalAction
     add("--num-processes", default=0, type=non_negative_int, help="0: the GPUs, or two on a CPU")
     add("--device", default="auto", help="auto: GPUs, if any; cpu; or by name: cuda, xpu")
     add("--seed", default=1, type=non_negative_int, help="of weights, data order and dropout")
     add("--output-dir", default=folder, type=Path, help="one for each run")
-    add(
-        "--save-model",
-        default=True,
-        action=argparse.BooleanOptionalAction,
-        help="in Hugging Face format",
-    )
+    add("--save-model", default=True, action=optional, help="in Hugging Face format")
 
 
-def add_checkpoint_flags(group: argparse._ArgumentGroup) -> None:
+def add_checkpoint_flags(group):
     add = group.add_argument
     add("--log-every", default=25, type=positive_int, help="steps between lines")
     add(
@@ -137,29 +128,19 @@ class World(NamedTuple):
     device: torch.device
 
 
-def run(
-    main: Callable[[argparse.Namespace, World], None],
-    args: argparse.Namespace,
-    always_start: bool = False,
-) -> None:
-    """Call `main(args, world)` in every process; without torchrun, start the processes first.
-
-    always_start: start one also where a single process is enough.
-    """
+def run(main, args):
+    """Call `main(args, world)` in every process; without torchrun, start the processes first."""
     try:
         accelerator = find_accelerator(args.device)
-        refuse_what_fails(args, accelerator)
-
         num_processes = args.num_processes
         if num_processes == 0:
             num_processes = torch.accelerator.device_count() if accelerator else 2
 
-        if "RANK" not in os.environ and (num_processes > 1 or always_start):
+        if "RANK" not in os.environ and num_processes > 1:
             start_processes(num_processes)
             return
 
-        world = setup(accelerator)
-        main(args, world)
+        main(args, setup(accelerator))
     except (UserError, OSError, dist.DistNetworkError) as error:  # OSError: files, disk, Hub
         fail(str(error))
     except KeyboardInterrupt:
@@ -172,7 +153,7 @@ def run(
     dist.destroy_process_group()
 
 
-def fail(message: str, code: int = 2) -> NoReturn:
+def fail(message: str, code: int = 2):
     """Print an error on stderr and end this process at once."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # once rank 0 has spoken, torchrun ends us
@@ -187,36 +168,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
     os._exit(code)  # an orderly exit can hang: another rank may wait in a collective
 
 
-def refuse_what_fails(args: argparse.Namespace, accelerator: torch.device | None) -> None:
-    """What PyTorch does not do on this device, said before it crashes."""
-    uses_fsdp1 = args.fsdp_version == 1
-    if accelerator is None and uses_fsdp1:
-        if args.save_model and torch.__version__ < (2, 14):
-            raise UserError(
-                "before torch 2.14 FSDP1 cannot save a whole model on a CPU; add --no-save-model"
-            )
-        if vars(args).get("cpu_offload"):
-            raise UserError(
-                "FSDP1 offloads from a GPU only; on a CPU use --fsdp-version 2, or no --cpu-offload"
-            )
-    is_local = vars(args).get("mode") == "local"
-    if accelerator is not None and accelerator.type == "mps" and not is_local:
-        raise UserError(
-            "FSDP was not tried on Apple's GPUs; use --device cpu, or mnist_fsdp.py --mode local"
-        )
-
-
-def refuse_fsdp1_offload(args: argparse.Namespace) -> None:
-    """For a model that is not sharded: FSDP1 then computes with a pinned copy of its weights, and
-    loads a checkpoint into others."""
-    if args.fsdp_version == 1 and args.cpu_offload:
-        raise UserError(
-            "FSDP1 with --cpu-offload resumes wrongly with one shard; use --fsdp-version 2, or"
-            " more shards"
-        )
-
-
-def start_processes(count: int) -> None:
+def start_processes(count: int):
     """Start this script again in `count` processes, with torchrun."""
     command = ["--standalone", "--nproc_per_node", str(count), *sys.argv]
     print("torchrun", *command, flush=True)
@@ -242,10 +194,9 @@ def find_accelerator(name: str) -> torch.device | None:
     if name == "cpu":
         return None
     found = torch.accelerator.current_accelerator(check_available=True)
-    if name == "auto":
-        usable = found is not None and found.type != "mps"  # where FSDP was not tried
-        return found if usable else None
-    if found is None or found.type != name:
+    if found is not None and found.type == "mps":
+        found = None  # FSDP was not tried on Apple's GPUs
+    if name != "auto" and (found is None or found.type != name):
         raise UserError(
             f"--device {name}: torch {torch.__version__} finds none; install its build or use"
             " --device cpu"
@@ -271,37 +222,31 @@ def setup(accelerator: torch.device | None) -> World:
     torch.set_num_threads(max(1, cores // local_size))
 
     device = torch.device("cpu")
+    backend = "gloo"
     if accelerator is not None:
         device = torch.device(accelerator.type, local_rank)
-        num_gpus = torch.accelerator.device_count()
-        if local_size > num_gpus:
-            raise UserError(
-                f"{local_size} processes on this node, but {num_gpus} GPUs; start at most one for"
-                " each"
-            )
+        # Tensors on the CPU go over gloo, those on the device over NCCL or XCCL.
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        if local_size > torch.accelerator.device_count():
+            raise UserError(f"{local_size} processes on this node are more than its GPUs")
         # Before the process group, or all processes open a context on device 0.
         torch.accelerator.set_device_index(local_rank)
         # TF32: fp32 products several times faster, with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high")
 
-    # Tensors on the CPU go over gloo, those on the device over NCCL or XCCL.
-    backend = dist.get_default_backend_for_device(device)
-    if backend != "gloo":
-        backend = f"cpu:gloo,{device.type}:{backend}"
+    store = dist.HashStore()  # of a group of one
     if "RANK" in os.environ:
         # Rank 0 serves a store of its own: torchrun's outlives a restart, with the addresses of
         # dead processes (pytorch#135712).
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        dist.init_process_group(backend=backend, timeout=TIMEOUT)
-    else:  # a group of one
-        store = dist.HashStore()
-        dist.init_process_group(backend=backend, timeout=TIMEOUT, store=store, rank=0, world_size=1)
+        store = None
+    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     return World(rank, local_rank, size, local_size, device)
 
 
 @contextlib.contextmanager
-def first_on_node(world: World):
+def first_on_node(world):
     """The first process of each node runs the block, then the others, which find its results in
     the cache."""
     # A group of its own, with a longer timeout: to download and tokenize can take hours.
@@ -314,71 +259,44 @@ def first_on_node(world: World):
 
 
 class StopRequest:
-    """A cluster's SIGTERM, or Ctrl-C: the run saves within two steps and leaves."""
+    """A cluster's SIGTERM, or Ctrl-C: the run saves after the step it is in and leaves."""
 
     received = False  # of the class: `fail` asks too
 
-    def __init__(self) -> None:
-        self.question = None  # the all-reduce that is under way
-        self.answer = None
+    def __init__(self):
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
-    def receive(self, *_: Any) -> None:
+    def receive(self, *_):
         StopRequest.received = True
 
-    def ask(self) -> None:
-        """Start an all-reduce on the CPU, and do not wait for it: `answered` reads it a step later.
-        A collective."""
-        self.answer = torch.tensor(int(self.received))
-        self.question = dist.all_reduce(self.answer, async_op=True)
-
-    def answered(self) -> bool:
-        """Whether any rank was to stop when it was last asked."""
-        if self.question is None:
-            return False
-        self.question.wait()
-        self.question = None
-        return self.answer.item() > 0
+    def on_any_rank(self) -> bool:
+        """A collective, on the CPU: it does not wait for the device."""
+        received = torch.tensor(int(self.received))
+        dist.all_reduce(received)
+        return received.item() > 0
 
 
-def ignore_sigterm(worker: int) -> None:
-    """For a DataLoader's workers: they must outlive the SIGTERM that a cluster sends to all."""
+def ignore_sigterm(worker: int):
+    """For a DataLoader's workers: they must outlive the SIGTERM that a cluster sends to all. Keep
+    the loader in a function: at its end Python would wait for them for ever."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-@atexit.register
-def kill_workers() -> None:
-    """At its end Python sends daemons a SIGTERM and waits for them: for ever, if they ignore it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a DataLoader's handler would raise
-    for process in multiprocessing.active_children():
-        if process.daemon:  # as a DataLoader's workers are
-            process.kill()
-
-
 def choose_precision(name: str, device: torch.device) -> str:
-    """`--precision`, where auto is bf16 if the device computes in it, else fp32."""
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        has_bf16 = module.is_bf16_supported(including_emulation=False)
-    else:
-        features = torch.cpu.get_capabilities()
-        has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-        if torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT"):
-            has_bf16 = False  # ATEN_CPU_CAPABILITY can hold PyTorch back on a newer CPU
-
-    if name == "auto":
-        return "bf16" if has_bf16 else "fp32"
-    if name == "bf16" and not has_bf16 and dist.get_rank() == 0:
-        warning = f"--precision bf16: this {device.type} only emulates bf16, which is slow"
-        print(warning, file=sys.stderr)
-    return name
+    """`--precision`, where auto is bf16 on a GPU that computes in it, else fp32."""
+    if name != "auto":
+        return name
+    if device.type == "cpu":
+        return "fp32"
+    module = torch.get_device_module(device)
+    return "bf16" if module.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 # ---- Metrics -----------------------------------------------------------------------------------
 
 
-def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[float]:
+def sum_over_ranks(values: torch.Tensor, group=None) -> list[float]:
     """Sum over all ranks, or those of a group. A collective, for which the host waits for the
     device: not in every step."""
     total = values.cpu().clone()
@@ -386,7 +304,7 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
     return total.tolist()
 
 
-def state_gb(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+def state_gb(model, optimizer) -> float:
     """GB that this rank holds of parameters, gradients and optimizer state."""
     num_bytes = 0
     for parameter in model.parameters():
@@ -398,92 +316,85 @@ def state_gb(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return num_bytes / 2**30
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
+def peak_memory(device: torch.device) -> dict:
     """The most GB since the last call: of the device's memory, or of this process's on a CPU.
 
-    On a device `reserved_gb` also counts the memory that its allocator keeps for reuse.
+    On a device `reserved_gb` also counts what its allocator keeps for reuse.
     """
-    if device.type == "cpu" and Path("/proc/self/clear_refs").exists():  # Linux
-        status = Path("/proc/self/status").read_text()
-        peak_kb = re.search(r"VmHWM:\s+(\d+)", status)[1]
-        Path("/proc/self/clear_refs").write_text("5")
-        return {"peak_gb": int(peak_kb) / 2**20}
-    if device.type in ("cpu", "mps"):
+    if device.type != "cpu":
+        allocated = torch.accelerator.max_memory_allocated(device) / 2**30
+        reserved = torch.accelerator.max_memory_reserved(device) / 2**30
+        torch.accelerator.reset_peak_memory_stats(device)
+        return {"peak_gb": allocated, "reserved_gb": reserved}
+
+    if not Path("/proc/self/clear_refs").exists():  # not Linux
         return {"peak_gb": math.nan}
-
-    allocated = torch.accelerator.max_memory_allocated(device) / 2**30
-    reserved = torch.accelerator.max_memory_reserved(device) / 2**30
-    torch.accelerator.reset_peak_memory_stats(device)
-    return {"peak_gb": allocated, "reserved_gb": reserved}
-
-
-def describe_run(world: World) -> str:
-    """Where it runs, and with what."""
-    processes = "process" if world.size == 1 else "processes"
-    words = [f"{world.size} {processes} on {world.device.type}", f"torch {torch.__version__}"]
-    if "transformers" in sys.modules:
-        words.append(f"transformers {sys.modules['transformers'].__version__}")
-    if torch.get_float32_matmul_precision() == "high":
-        words.append("TF32")
-    return ", ".join(words)
+    status = Path("/proc/self/status").read_text()
+    peak_kb = re.search(r"VmHWM:\s+(\d+)", status)[1]
+    Path("/proc/self/clear_refs").write_text("5")
+    return {"peak_gb": int(peak_kb) / 2**20}
 
 
-def check_that_it_fits(
-    num_parameters: int, shards: int, world: World, offload: bool = False, bytes_each: int = 16
-) -> str:
-    """What each process will hold of a model. Raises UserError where this alone does not fit.
+def check_that_it_fits(empty, shards: int, world, offload=False, more=0) -> str:
+    """What each process will hold of a model that is on the meta device. Raises UserError where
+    this alone does not fit.
 
-    AdamW in fp32 takes 16 bytes for each parameter: weight, gradient and two moments.
+    AdamW in fp32 holds 12 bytes beside each weight that is trained: gradient and two moments.
+    more: bytes beside those.
     """
-    on_device = world.device.type not in ("cpu", "mps") and not offload
-    if on_device:
-        memory = torch.accelerator.get_memory_info(world.device)[1]
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
+    num_parameters = 0
+    num_bytes = 0
+    for parameter in empty.parameters():
+        num_parameters += parameter.numel()
+        num_bytes += parameter.nbytes
+        if parameter.requires_grad:
+            num_bytes += (12 + more) * parameter.numel()
 
-    state = num_parameters * bytes_each / shards
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
+    if world.device.type != "cpu" and not offload:
+        memory = torch.accelerator.get_memory_info(world.device)[1]
+    state = num_bytes / shards
     size = (
         f"{num_parameters:,} parameters, {state / 2**30:.3f} GB of state a process,"
         f" which has {memory / 2**30:.0f} GB"
     )
     if state > memory:
-        needed = math.ceil(shards * state / memory)
-        way = f"shard over {needed} processes or more"
-        if on_device:
-            way += ", or add --cpu-offload"
-        raise UserError(f"this does not fit: {size}; {way}")
+        raise UserError(f"this does not fit: {size}; shard over more processes")
     return size
 
 
 class Log:
     """Rank 0's voice: lines on the screen, and records in `metrics.jsonl`."""
 
-    def __init__(self, world: World, folder: Path) -> None:
+    def __init__(self, world, folder: Path):
         self.is_rank0 = world.rank == 0
         self.path = folder / "metrics.jsonl"
         self.run = time.strftime("%Y-%m-%d-%H-%M-%S")  # the tutorial's get_date_of_run
         self.start = time.time()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.path.open("a").close()
+            self.path.touch()
         except OSError as error:
             raise UserError(
-                f"--output-dir {folder} cannot be written ({error.strerror}); choose another"
+                f"--output-dir {folder} cannot be written: {error.strerror}; choose another"
             ) from error
+        self.print(f"run      {world.size} x {world.device.type}, torch {torch.__version__}")
 
-    def print(self, text: str) -> None:
+    def print(self, text: str):
         if self.is_rank0:
             with tqdm.external_write_mode():  # between the progress bars
                 print(text, flush=True)
 
-    def write(self, **record: float) -> None:
-        seconds = round(time.time() - self.start, 3)
-        record = {"run": self.run, "seconds": seconds, **record}
+    def write(self, **record):
+        """On every rank, and before a checkpoint: a loss that is not finite ends the run."""
+        if not math.isfinite(record.get("loss", 0)):
+            raise UserError("the loss is not finite; start again with a lower --lr")
+        record = {"run": self.run, "seconds": round(time.time() - self.start, 3), **record}
         if self.is_rank0:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
-    def bar(self, iterable: Iterable, text: str, total: int) -> Iterable:
+    def bar(self, iterable, text: str, total: int):
         disable = None if self.is_rank0 else True  # None: where there is no terminal
         return tqdm(iterable, text, total, leave=False, disable=disable)
 
@@ -514,39 +425,29 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     return newest[0]
 
 
-def training_state(
-    model, optimizer, world: World, extra: dict | None, replica: int
-) -> tuple[dict, dict]:
-    """What a checkpoint holds, and the names in it. Tensors only: all else would be pickled."""
-    names = {
-        "model": f"model{replica}",
-        "optimizer": f"optimizer{replica}",
-        "rank": f"rank{world.rank}of{world.size}",
-    }
+def training_state(model, optimizer, world, extra, replica: int) -> tuple[dict, list]:
+    """What a checkpoint holds, tensors only, as all else would be pickled; and the optimizer's
+    groups, which it does not hold."""
     weights, moments = get_state_dict(model, optimizer)
-    of_this_rank = {"cpu": torch.get_rng_state()}
-    if extra is not None:
-        of_this_rank.update(extra)
+    random_state = {"cpu": torch.get_rng_state()}
     if world.device.type != "cpu":
-        module = torch.get_device_module(world.device)
-        of_this_rank[world.device.type] = module.get_rng_state()
+        random_state["device"] = torch.get_device_module(world.device).get_rng_state()
     state = {
-        names["model"]: weights,
-        names["optimizer"]: moments["state"],
-        names["rank"]: of_this_rank,
+        f"model{replica}": weights,
+        f"optimizer{replica}": moments["state"],
+        random_name(world): random_state,
     }
-    return state, names
+    if extra is not None:
+        state[f"extra{world.rank}"] = extra
+    return state, moments["param_groups"]
 
 
-def save_checkpoint(
-    folder: Path,
-    progress: dict,
-    model,
-    optimizer,
-    world: World,
-    extra: dict | None = None,
-    replica: int = 0,
-) -> None:
+def random_name(world) -> str:
+    """Another number of processes, or kind of device, draws other random numbers."""
+    return f"random{world.rank}of{world.size}{world.device.type}"
+
+
+def save_checkpoint(folder: Path, progress: dict, model, optimizer, world, extra=None, replica=0):
     """Save `checkpoints/step-N`, every rank its own shards, and keep the newest 2. A collective.
 
     progress: what JSON can hold, the same on all ranks. extra: more tensors of this rank, by name.
@@ -562,17 +463,16 @@ def save_checkpoint(
         state, _ = training_state(model, optimizer, world, extra, replica)
         dcp.save(state, checkpoint_id=path)
     except (OSError, dcp.api.CheckpointException) as error:
-        free = shutil.disk_usage(folder).free / 2**30
         shutil.rmtree(path, ignore_errors=True)  # half of one would keep a full disk full
         cause = str(error).strip().splitlines()[-1]  # above it are the tracebacks of all ranks
-        raise UserError(f"could not save {path}, where {free:.3f} GB are free: {cause}") from error
+        raise UserError(f"could not save {path}: {cause}") from error
 
     if world.rank == 0:
         for old in finished_checkpoints(folder)[:-2]:
             shutil.rmtree(old)
 
 
-def read_progress(path: Path, args: argparse.Namespace, must_match: tuple[str, ...]) -> dict:
+def read_progress(path: Path, args, must_match: tuple) -> dict:
     """The `progress` of a checkpoint, which must have been made with the same `must_match`."""
     try:
         progress = json.loads((path / "progress.json").read_text())
@@ -593,24 +493,18 @@ def damaged(path: Path) -> UserError:
     return UserError(f"{path} is damaged; delete it to resume from the one before")
 
 
-def load_checkpoint(
-    path: Path, model, optimizer, world: World, extra: dict | None = None, replica: int = 0
-) -> None:
+def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
     """Load what `save_checkpoint` saved, on any number of ranks. A collective."""
-    state, names = training_state(model, optimizer, world, extra, replica)
-    weights = state[names["model"]]
-    of_this_rank = state[names["rank"]]
+    state, param_groups = training_state(model, optimizer, world, extra, replica)
+    weights = state[f"model{replica}"]
+    random_state = state[random_name(world)]
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        # The random state of this rank's dropout: not there from another number of processes, or
-        # from another kind of device.
-        if f"{names['rank']}.cpu" not in saved:
-            del state[names["rank"]]
-        elif f"{names['rank']}.{world.device.type}" not in saved:
-            del of_this_rank[world.device.type]
+        if f"{random_name(world)}.cpu" not in saved:
+            del state[random_name(world)]  # dropout draws anew
 
         # Loading into a model of fewer parameters would succeed, in silence.
-        prefix = names["model"] + "."
+        prefix = f"model{replica}."
         shapes = {prefix + name: weight.shape for name, weight in weights.items()}
         saved_names = [name for name in saved if name.startswith(prefix)]
         if shapes != {name: saved[name].size for name in saved_names}:
@@ -621,34 +515,31 @@ def load_checkpoint(
     except (OSError, EOFError, ValueError, pickle.UnpicklingError, dcp.api.CheckpointException):
         raise damaged(path) from None
 
-    moments = {
-        "state": state[names["optimizer"]],
-        "param_groups": get_optimizer_state_dict(model, optimizer)["param_groups"],
-    }
+    moments = {"state": state[f"optimizer{replica}"], "param_groups": param_groups}
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    torch.set_rng_state(of_this_rank["cpu"])
-    if world.device.type != "cpu" and world.device.type in of_this_rank:
-        module = torch.get_device_module(world.device)
-        module.set_rng_state(of_this_rank[world.device.type])
+    torch.set_rng_state(random_state["cpu"])
+    if world.device.type != "cpu":
+        torch.get_device_module(world.device).set_rng_state(random_state["device"])
 
 
-def export(model, tokenizer, folder: Path, world: World) -> None:
-    """Gather the whole model on rank 0's CPU and save it for `from_pretrained`. A collective.
+def export(model, empty, tokenizer, folder: Path, world):
+    """Gather the weights on rank 0's CPU and save them for `from_pretrained`. A collective.
 
-    The successor of the tutorial's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
+    empty: the same model on the meta device, before it was wrapped and sharded. The successor of
+    the tutorial's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
 
     if world.rank == 0:
-        whole = getattr(model, "module", model)  # where FSDP1 has it
-        for name, source in whole.all_tied_weights_keys.items():
+        for name, source in empty.all_tied_weights_keys.items():
             if torch.equal(weights[name], weights[source]):  # not so for FLAN-T5's output layer
                 weights[name] = weights[source]  # one tensor, which is saved once
 
+        empty.generation_config = model.generation_config
         partial = folder.with_name(folder.name + ".partial")  # `folder` stays until this is whole
         try:
-            whole.save_pretrained(partial, state_dict=weights)
+            empty.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
@@ -686,36 +577,19 @@ ACTIONS = {
         "Ice should form all over the {} by morning.",
     ),
 }
-THINGS = (
-    "apples",
-    "beans",
-    "carrots",
-    "mushrooms",
-    "noodles",
-    "onions",
-    "pears",
-    "potatoes",
-    "spinach",
-    "tomatoes",
-)
-ASIDES = (
-    "There is no need to hurry.",
-    "You will get better every time.",
-    "It may rain later.",
-    "Experts disagree.",
-)
+THINGS = "apples beans carrots mushrooms noodles onions pears potatoes spinach tomatoes".split()
+ASIDES = ("There is no need to hurry.", "It may rain later.", "Experts disagree.")
 
 
-def builtin_article(number: int) -> dict[str, str]:
+def builtin_article(number: int) -> dict:
     """An article in WikiHow's columns, the same on every machine."""
     choose = random.Random(number)
-    actions = []
+    sentences = [choose.choice(ASIDES)]
+    headlines = []
     for thing in choose.sample(THINGS, choose.randint(2, 3)):
-        actions.append((choose.choice(list(ACTIONS)), thing))
-
-    sentences = [choose.choice(ACTIONS[action]).format(thing) for action, thing in actions]
-    sentences.insert(choose.randint(0, len(sentences)), choose.choice(ASIDES))
-    headlines = [f"{action} the {thing}." for action, thing in actions]
+        action = choose.choice(list(ACTIONS))
+        sentences.append(choose.choice(ACTIONS[action]).format(thing))
+        headlines.append(f"{action} the {thing}.")
     return {
         "title": f"How to Spend Day {number} at Home",
         "text": " ".join(sentences),
@@ -723,9 +597,7 @@ def builtin_article(number: int) -> dict[str, str]:
     }
 
 
-def load_articles(
-    name: str, text_column: str, summary_column: str, max_summary_share: float
-) -> tuple:
+def load_articles(name: str, text_column: str, summary_column: str, max_summary_share: float):
     """Two `datasets.Dataset` of texts and summaries: to train on, and 5% to validate on.
 
     name: builtin, a file, or a Hub dataset. Raises UserError where it cannot be read.
@@ -735,57 +607,45 @@ def load_articles(
     # Local, as datasets knows an imported function by its name alone: after you edit it, you would
     # still get what the old one left in the cache.
     def clean(row: dict) -> dict:
-        # WikiHow has stray commas (arXiv:1810.09305), and parts of one article, "How to Make
-        # Bread2", that must stay on one side.
-        text = str(row[text_column] or "")
-        text = re.sub(r"(^|\n)\s*,", r"\1", text).strip()
-        summary = str(row[summary_column] or "")
-        summary = re.sub(r"\s*,\s*(\n|$)", r"\1", summary).strip()
-        title = str(row.get("title") or text)
-        title = re.sub(r"(?<=[^\s\d])\d+$", "", title.strip()).lower()
+        # WikiHow has stray commas (arXiv:1810.09305).
+        text = re.sub(r"(^|\n)\s*,", r"\1", str(row[text_column] or "")).strip()
+        summary = re.sub(r"\s*,\s*(\n|$)", r"\1", str(row[summary_column] or "")).strip()
+        return {"text": text, "summary": summary}
 
-        side = "validation" if random.Random(title).random() < 0.05 else "train"
-        if not 0 < len(summary) <= max_summary_share * len(text):
-            side = "unusable"
-        return {"text": text, "summary": summary, "side": side}
+    def is_usable(row: dict) -> bool:
+        return 0 < len(row["summary"]) <= max_summary_share * len(row["text"])
 
     if dist.get_rank() != 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     kinds = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     kind = kinds.get(Path(name).suffix.lower())
+    source = {"path": name.partition(":")[0], "name": name.partition(":")[2] or None}
+    if kind:
+        source = {"path": kind, "data_files": name}
     try:
         if name == "builtin":
-            articles = [builtin_article(number) for number in range(10_000)]
-            rows = datasets.Dataset.from_list(articles)
-        elif kind:
-            rows = datasets.load_dataset(kind, data_files=name, split="train")
+            rows = datasets.Dataset.from_list([builtin_article(i) for i in range(10_000)])
         else:
-            rows = datasets.load_dataset(*name.split(":"), split="train")
-        if text_column not in rows.column_names or summary_column not in rows.column_names:
-            raise ValueError(f"its columns are {', '.join(rows.column_names)}")
-        rows = rows.map(clean, remove_columns=rows.column_names)
-    except (KeyError, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            # Before all is read or downloaded
+            for row in datasets.load_dataset(**source, split="train", streaming=True).take(1):
+                if text_column not in row or summary_column not in row:
+                    raise ValueError(f"its columns are {', '.join(row)}")
+            rows = datasets.load_dataset(**source, split="train")
+        usable = rows.map(clean, remove_columns=rows.column_names).filter(is_usable)
+        found = f"{name}, {len(rows):,} rows, {len(usable):,} within --max-summary-share"
+        if len(usable) < 2:
+            raise ValueError(f"too few: {found}")
+        split = usable.train_test_split(0.05, seed=0)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         columns = f"--text-column {text_column} and --summary-column {summary_column}"
         cause = error.__cause__ or error
-        raise UserError(f"--dataset {name} with {columns} cannot be read: {cause}") from error
-
-    train_set = rows.filter(lambda row: row["side"] == "train")
-    validation_set = rows.filter(lambda row: row["side"] == "validation")
-    usable = len(train_set) + len(validation_set)
-    found = (
-        f"{name}, {len(rows):,} rows, of which {usable:,} have a text and a summary within"
-        " --max-summary-share"
-    )
-    if len(train_set) == 0 or len(validation_set) == 0:
-        raise UserError(
-            f"--dataset {found}; these are too few, or of too few titles, to hold some out"
-        )
+        raise UserError(f"--dataset {name} with {columns} cannot be used: {cause}") from error
     if dist.get_rank() == 0:
         print(f"dataset  {found}", flush=True)
-    return train_set.shuffle(seed=0), validation_set.shuffle(seed=0)
+    return split["train"], split["test"]
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, append_eos: bool) -> Any:
+def train_tokenizer(texts, vocab_size: int, append_eos: bool):
     """A byte-level BPE tokenizer. Training is deterministic, so every rank makes the same."""
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.processors import TemplateProcessing

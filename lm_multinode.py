@@ -1,8 +1,8 @@
 """How do I pretrain a language model on many nodes, and which sharding strategy do I pick?
 
-Pretrains a Llama on full sequences of text with FSDP2 (`fully_shard`) or FSDP1
-(`FullyShardedDataParallel`), under each of FSDP's five strategies, or with DiLoCo where links are
-slow. Without flags it needs no download: a tiny Llama learns Python's own reference.
+Pretrains a Llama on full sequences of text with FSDP2 (`fully_shard`), under each of FSDP's five
+strategies, or with DiLoCo where links are slow. Without flags it needs no download: a tiny Llama
+learns Python's own reference.
 
     python lm_multinode.py                  # one process for each GPU, or two on the CPU
     python lm_multinode.py --num-processes 4 --compare-strategies --shards-per-replica 2
@@ -10,7 +10,7 @@ slow. Without flags it needs no download: a tiny Llama learns Python's own refer
         --rdzv_endpoint HEAD:29500 --max-restarts 3 lm_multinode.py \\
         --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \\
         --sharding-strategy HYBRID_SHARD --micro-batch-size 8 --global-batch-size 128 \\
-        --seq-length 1024 --num-workers 2 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \\
+        --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \\
         --validate-every 1000 --checkpoint-every 500 --resume   # the recipe; on every node
 
 Follows "Run Torch FSDP"
@@ -19,20 +19,17 @@ learning rate, warm-up and steps of OpenDiLoCo (arXiv:2407.07852), whose batch i
 cosine ends at 0. Where it departs: texts are packed into full sequences (its code pads each to
 1,024 tokens), the global batch counts the processes, gradients are sent after the last micro-batch
 (its test is inverted), every decoder layer is a unit (not the whole model), the learning rate has
-a schedule, FSDP2 is the default.
+a schedule, and its strategies, names of FSDP1, are FSDP2's meshes (t5_fsdp.py has both versions).
 """
 
 import contextlib
 import gc
-import itertools
 import json
 import math
 import re
 import statistics
 import time
-import warnings
 import zlib
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -44,18 +41,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, IterableDataset
 
 import datasets
 import numpy as np
@@ -72,8 +59,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
 
-# FSDP1 deprecates NO_SHARD. FSDP2 has it, see make_mesh.
-warnings.filterwarnings("ignore", message=".*`?NO_SHARD`?.*")
 transformers.logging.disable_progress_bar()
 
 # PyTorch's attention, under a name for which transformers makes no mask. Full sequences need none.
@@ -84,12 +69,9 @@ AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
-# The dtype to gather parameters and compute in, and the dtype to reduce gradients in: many
-# processes add up many small numbers, so in fp32. The optimizer's shards are always fp32.
-PRECISIONS = {
-    "fp32": (torch.float32, torch.float32),
-    "bf16": (torch.bfloat16, torch.float32),
-}
+# The dtype to gather parameters and compute in. Gradients are reduced in fp32, as many processes
+# add up many small numbers; the optimizer's shards are always fp32.
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # FSDP1's names. In FSDP2 each is two facts: the mesh, and reshard_after_forward, which frees
 # parameters after forward and gathers them again for backward, except for the root unit.
@@ -113,12 +95,12 @@ RESHARD = {
 }
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")
 
-# Two translations of one plan: every decoder layer is a unit, and so are the embedding and the
-# output layer, unless they share their weights, which then belong to the root unit.
+# Every decoder layer is a unit, and so are the embedding and the output layer, unless they share
+# their weights, which then belong to the root unit.
 
 
-def shard_with_fsdp2(args, world, config) -> nn.Module:
-    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
+def shard(args, world, config) -> nn.Module:
+    """The model with its units, each parameter a DTensor of which this process has a shard."""
     whole = None
     with common.first_on_node(world):  # the others wait, for a download if need be
         if world.rank == 0:
@@ -129,10 +111,9 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
     mesh = make_mesh(args, world)
     if args.sharding_strategy == "DILOCO":
         mesh = mesh["shard"]  # FSDP knows of one replica only
-    param_dtype, reduce_dtype = PRECISIONS[args.precision]
     options = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype),
+        "mp_policy": MixedPrecisionPolicy(PRECISIONS[args.precision], torch.float32),
     }
     if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
@@ -151,46 +132,16 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
     return model
 
 
-def shard_with_fsdp1(args, world, config) -> nn.Module:
-    """Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit."""
-    with common.first_on_node(world):
-        model = load_model(args, config)  # on every rank's CPU; FSDP moves it unit by unit
-    units = prepare_layers(args, model)
-    for modules in ends_of(model):
-        units.append(modules[-1])  # one module is one unit, so the last norm is in the root unit
-
-    param_dtype, reduce_dtype = PRECISIONS[args.precision]
-    return FSDP(
-        model,
-        auto_wrap_policy=CustomPolicy(lambda module: module in units),
-        sharding_strategy=ShardingStrategy[args.sharding_strategy],
-        mixed_precision=MixedPrecision(
-            param_dtype,
-            reduce_dtype,
-            buffer_dtype=torch.float32,  # frequencies of positions: in bf16 far ones look alike
-            cast_forward_inputs=True,
-        ),
-        cpu_offload=CPUOffload(args.cpu_offload),
-        device_id=world.device,
-        use_orig_params=True,  # parameters stay apart, for two optimizer groups and --compile
-        device_mesh=make_mesh(args, world),  # checkpoints hold DTensors, as in FSDP2
-    )
-
-
 def make_mesh(args, world):
     """The document's `devices_mesh`: one dimension to shard over, or two, replicas x shards."""
     replicas, shards = mesh_shape(args, world)
     is_hybrid = args.sharding_strategy in HYBRIDS
-    if not is_hybrid and (replicas == 1 or args.fsdp_version == 1):
+    if replicas == 1 and not is_hybrid:
         return init_device_mesh(world.device.type, (world.size,))
 
     # The last dimension counts fastest: neighbours, on one node, are the shards of a replica.
     names = ("replicate", "shard")
-    mesh = init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=names)
-    if hasattr(dist, "set_timeout"):  # before torch 2.15 these groups wait 30 minutes
-        for group in mesh.get_all_groups():
-            dist.set_timeout(common.TIMEOUT, group)
-    return mesh
+    return init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=names)
 
 
 def mesh_shape(args, world) -> tuple[int, int]:
@@ -205,14 +156,10 @@ def mesh_shape(args, world) -> tuple[int, int]:
         raise common.UserError(
             f"{world.size} processes cannot form replicas of {shards}; set --shards-per-replica"
         )
-    if shards == 1 and args.fsdp_version == 1:
-        raise common.UserError(
-            "FSDP1 never averages gradients of replicas of one process (pytorch#154888); use FSDP2"
-        )
     return world.size // shards, shards
 
 
-def load_weights(args, world, model: nn.Module, whole: nn.Module | None) -> None:
+def load_weights(args, world, model: nn.Module, whole: nn.Module | None):
     """Give a model on the meta device its memory, and what rank 0's `whole` one holds."""
     model.to_empty(device="cpu" if args.cpu_offload else world.device)
     weights = whole.state_dict() if whole else {}
@@ -258,23 +205,10 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
 
 def build(args, world, config):
     """The sharded model and its optimizer, which must see the shards."""
-    if args.fsdp_version == 2:
-        model = shard_with_fsdp2(args, world, config)
-    else:
-        model = shard_with_fsdp1(args, world, config)
-
-    decay = []
-    no_decay = []  # norms and biases
-    for name, parameter in model.named_parameters():
-        if re.search(r"norm|\.ln_|bias$", name):
-            no_decay.append(parameter)
-        else:
-            decay.append(parameter)
-    groups = [
-        {"params": decay, "weight_decay": args.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
-    ]
-    return model, torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    model = shard(args, world, config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
+    return model, torch.optim.AdamW(trained, fused=True, **options)
 
 
 def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -292,38 +226,24 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         micro_batch, data_position = next(batches)
         is_last = number == num_micro_batches - 1
 
-        with gradient_sync(args, world, model, is_last):
-            loss = summed_loss(model, micro_batch)
-            # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets:
-            # the gradient of the mean over the global batch, as if one process held it.
-            (loss * world.size / global_targets).backward()
-        loss_sum += loss.detach()
-
-    if args.fsdp_version == 2:
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-    else:
-        grad_norm = model.clip_grad_norm_(1.0)  # nn.utils would see this rank's shards only
-    optimizer.step()
-    return loss_sum, grad_norm, data_position
-
-
-def gradient_sync(args, world, model, is_last: bool):
-    """The context of a micro-batch: only the last one sends gradients, and until then ZeRO-2
-    keeps its parameters."""
-    if args.fsdp_version == 2:
+        # Only the last one sends gradients; until then ZeRO-2 keeps its parameters.
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
-        return contextlib.nullcontext()
-    # One process has nothing to send, and there no_sync fails in bf16 with tied weights.
-    if is_last or world.size == 1:
-        return contextlib.nullcontext()
-    return model.no_sync()
+        loss = summed_loss(model, micro_batch)
+        # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
+        # gradient of the mean over the global batch, as if one process held it.
+        (loss * world.size / global_targets).backward()
+        loss_sum += loss.detach()
+
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    optimizer.step()
+    return loss_sum, grad_norm, data_position
 
 
 class OuterOptimizer:
     """DiLoCo's (arXiv:2311.08105): SGD with Nesterov momentum on what all replicas share."""
 
-    def __init__(self, args, world, model) -> None:
+    def __init__(self, args, world, model):
         mesh = make_mesh(args, world)
         self.args = args
         self.replicas = mesh.get_group("replicate")
@@ -331,34 +251,32 @@ class OuterOptimizer:
         self.number = mesh.get_local_rank("replicate")
         # Of this rank's shards. The weights are views: to write into them is to change the model.
         self.weights = [parameter.detach().to_local() for parameter in model.parameters()]
-        self.shared = [weight.clone() for weight in self.weights]
-        self.momentum = [torch.zeros_like(weight) for weight in self.weights]
+        self.shared = self.flat_weights()
+        self.momentum = torch.zeros_like(self.shared)
+
+    def flat_weights(self) -> torch.Tensor:
+        """A copy in one tensor: on a slow network each all-reduce would cost a round trip."""
+        return torch.cat([weight.flatten() for weight in self.weights])
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         """How far the replicas have moved, on average, is the gradient; all of them continue from
         where it leads. A collective."""
-        dtype = PRECISIONS[self.args.outer_precision][0]
         beta = self.args.outer_momentum
-        moved = []
-        for weight, shared in zip(self.weights, self.shared, strict=True):
-            moved.append((shared - weight).to(dtype).flatten())
+        moved = self.shared - self.flat_weights()
+        dist.all_reduce(moved, group=self.replicas)
+        gradient = moved / self.replicas.size()
+        self.momentum.mul_(beta).add_(gradient)
+        self.shared.sub_(self.args.outer_lr * (gradient + beta * self.momentum))
 
-        # At once: on a slow network each all-reduce would cost a round trip.
-        all_moved = torch.cat(moved)
-        dist.all_reduce(all_moved, group=self.replicas)
-        sums = all_moved.split([weight.numel() for weight in self.weights])
+        parts = self.shared.split([weight.numel() for weight in self.weights])
+        for weight, part in zip(self.weights, parts, strict=True):
+            weight.copy_(part.view_as(weight))
 
-        tensors = zip(self.weights, self.shared, self.momentum, sums, strict=True)
-        for weight, shared, momentum, total in tensors:
-            gradient = total.view_as(shared).to(shared.dtype) / self.replicas.size()
-            momentum.mul_(beta).add_(gradient)
-            shared.sub_(self.args.outer_lr * (gradient + beta * momentum))
-            weight.copy_(shared)
-
-    def state(self) -> dict:
-        """What a checkpoint needs of it, by name."""
-        return {"shared": dict(enumerate(self.shared)), "momentum": dict(enumerate(self.momentum))}
+    def checkpoint(self) -> dict:
+        """What a checkpoint needs besides: replicas train apart, so it holds each."""
+        tensors = {"shared": self.shared, "momentum": self.momentum}
+        return {"extra": tensors, "replica": 1 + self.number}
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -376,14 +294,12 @@ MODELS = {
         "intermediate_size": 352,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": 4,
     },
     "150m": {  # PrimeIntellect/llama-150m-fresh
         "hidden_size": 1024,
         "intermediate_size": 2688,
         "num_hidden_layers": 12,
         "num_attention_heads": 16,
-        "num_key_value_heads": 16,
     },
     "1b": {  # TinyLlama's shape
         "hidden_size": 2048,
@@ -397,25 +313,25 @@ MODELS = {
 
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
+    torch.manual_seed(args.seed)
     if args.model in MODELS:
-        torch.manual_seed(args.seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=torch.float32)
-    return model.train()  # it comes in eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=torch.float32)
+    return model.train()  # a pretrained one comes in eval()
 
 
 def empty_model(config) -> nn.Module:
     """The model on the meta device: shapes, no memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
 
 
 def load_config_and_tokenizer(args, world, source) -> tuple:
     """Those of a pretrained model, or of one of `MODELS` with any tokenizer."""
     is_pretrained = args.model not in MODELS
-    tokenizer_name = args.tokenizer
-    if is_pretrained and not tokenizer_name:
-        tokenizer_name = args.model
+    tokenizer_name = args.tokenizer or (args.model if is_pretrained else None)
     try:
         with common.first_on_node(world):
             if is_pretrained:
@@ -432,8 +348,7 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
         raise common.UserError(message) from error
 
     if not tokenizer_name:
-        records = [row["text"] for row in source.take(2000)]
-        texts = texts_of(records, args.text_column)
+        texts = [row["text"] for row in source.take(2000)]
         tokenizer = common.train_tokenizer(texts, vocab_size=2048, append_eos=False)
     if not is_pretrained:
         config = LlamaConfig(
@@ -445,85 +360,85 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
             rms_norm_eps=1e-5,
             attn_implementation=ATTENTION,
         )
-    if len(tokenizer) > config.vocab_size or args.seq_length > config.max_position_embeddings:
+    window = getattr(config, "sliding_window", None) or args.seq_length  # ATTENTION has none
+    longest = min(window, config.max_position_embeddings)
+    if len(tokenizer) > config.vocab_size or args.seq_length > longest:
         raise common.UserError(
-            f"--model {args.model} has too few tokens for --tokenizer or positions for --seq-length"
-        )
-    window = getattr(config, "sliding_window", None)
-    if window and window < args.seq_length:  # ATTENTION has none
-        raise common.UserError(
-            f"--model {args.model} attends to {window} tokens only; --seq-length must not be longer"
+            f"--model {args.model} takes a --tokenizer of {config.vocab_size} tokens at most, and a"
+            f" --seq-length of {longest}"
         )
     return config, tokenizer
 
-
-C4_TRAIN = "hf://datasets/allenai/c4/en/c4-train.*.json.gz"
-C4_VALIDATION = "hf://datasets/allenai/c4/en/c4-validation.*.json.gz"
 
 # What a DataLoader's worker calls is not local, nor a lambda: where workers are not forked (macOS,
 # Python 3.14), it arrives there as a pickle.
 
 
-def is_held_out(row: dict) -> bool:
-    """5% of the records, chosen by content: one that comes twice is on one side."""
-    return zlib.crc32(row["text"].encode()) % 20 == 0
-
-
-def is_for_training(row: dict) -> bool:
-    return not is_held_out(row)
-
-
 def is_own(row: dict, number: int, share: int, num_shares: int) -> bool:
-    """Of n shares of the texts each has every n-th record."""
+    """Of n shares of the texts each has every n-th row."""
     return number % num_shares == share
 
 
-def to_record(row: dict, column: str) -> dict:
-    """A row of any dataset as the JSON record that C4 would have for it."""
-    return {"text": json.dumps({column: row.get(column)})}
+def read_lines(rows: dict, column: str) -> dict:
+    """The rows of JSON lines. Broken ones are left out."""
+    texts = []
+    for line in rows["text"]:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            texts.append(json.loads(line)[column])
+    return {"text": texts}
 
 
-def builtin_texts(args) -> datasets.IterableDataset:
+def choose_texts(rows: dict, column: str, held_out: bool) -> dict:
+    """5% of the texts are held out, by content: one that comes twice is on one side."""
+    texts = []
+    for text in rows[column]:
+        if isinstance(text, str) and (zlib.crc32(text.encode()) % 20 == 0) == held_out:
+            texts.append(text)
+    return {"text": texts}
+
+
+def builtin_texts() -> list[str]:
     """Paragraphs of Python's own reference."""
-    paragraphs = set()
-    for topic in topics.values():
-        for paragraph in topic.split("\n\n"):
-            paragraphs.add(paragraph.strip())
-    texts = sorted(text for text in paragraphs if len(text) > 200)
-    rows = datasets.Dataset.from_dict({args.text_column: texts})
-    return rows.to_iterable_dataset(num_shards=64)
+    paragraphs = "\n\n".join(topics.values()).split("\n\n")
+    return sorted({text.strip() for text in paragraphs if len(text) > 200})
 
 
 def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
-    """JSON records: a stream that knows its position, and those that are held out to validate."""
+    """A stream of texts that knows its position, and those that are held out to validate."""
     name = args.dataset[0]
+    column = args.text_column
     is_json = re.search(r"\.jsonl?(\.\w+)?$", name)
     stream = {"split": "train", "streaming": True}
     if name == "builtin":
-        rows = builtin_texts(args)
-    elif name == "c4" or is_json:
-        # As text, so that a broken line is ours to leave out.
-        files = C4_TRAIN if name == "c4" else args.dataset
-        rows = datasets.load_dataset("text", data_files=files, **stream)
+        rows = datasets.Dataset.from_dict({column: builtin_texts()})
+        rows = rows.to_iterable_dataset(num_shards=64)
+    elif is_json:  # as text: of a broken line the json reader makes an error
+        rows = datasets.load_dataset("text", data_files=args.dataset, **stream)
     elif name.endswith(".parquet"):
         rows = datasets.load_dataset("parquet", data_files=args.dataset, **stream)
-    elif Path(name).is_dir():
-        raise common.UserError(
-            f"--dataset {name} is a folder; name its files, as in --dataset '{name}/*.json.gz'"
-        )
     else:
-        rows = datasets.load_dataset(*name.split(":"), **stream)
+        hub_name = "allenai/c4:en" if name == "c4" else name
+        rows = datasets.load_dataset(*hub_name.split(":"), **stream)
 
-    if name == "c4":
-        source = rows
-        held_out = datasets.load_dataset("text", data_files=C4_VALIDATION, **stream)
-    else:
-        if not is_json:
-            rows = rows.map(to_record, fn_kwargs={"column": args.text_column})
-            rows = rows.select_columns(["text"])
-        source = rows.filter(is_for_training)
-        held_out = rows.filter(is_held_out)
-    return source, [row["text"] for row in held_out.take(args.num_validation_texts)]
+    raw_rows = rows
+    if is_json:
+        rows = rows.map(read_lines, batched=True, fn_kwargs={"column": column})
+        column = "text"
+    rows = rows.select_columns([column])
+    sides = []
+    for held_out in (False, True):
+        options = {"column": column, "held_out": held_out}
+        sides.append(
+            rows.map(choose_texts, batched=True, remove_columns=[column], fn_kwargs=options)
+        )
+    source, held_out = sides
+    validation = [row["text"] for row in held_out.take(args.num_validation_texts)]
+    if not validation:
+        first = [str(row)[:200] for row in raw_rows.take(1)]
+        raise ValueError(
+            f"too few texts in --text-column {args.text_column}; it begins with {first}"
+        )
+    return source, validation
 
 
 @contextlib.contextmanager
@@ -531,36 +446,26 @@ def name_dataset_in_errors(args):
     """For errors in reading it. A worker's comes with its traceback: the last line counts."""
     try:
         yield
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, KeyError, zlib.error) as error:
         cause = str(error).strip().splitlines()[-1]
         raise common.UserError(f"--dataset {' '.join(args.dataset)}: {cause}") from error
 
 
-def texts_of(records, column: str) -> list[str]:
-    """The texts of JSON records. Broken ones are left out."""
-    texts = []
-    for record in records:
-        try:
-            text = json.loads(record)[column]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if isinstance(text, str):
-            texts.append(text)
-    return texts
-
-
 def pack(rows: dict, numbers: list[int], args, tokenizer, seed: list[int]) -> dict:
-    """Shuffle the texts of a block of records and join them end to end, cut into full sequences:
-    nothing is padded. `numbers` are the records'."""
-    texts = texts_of(rows["text"], args.text_column) or [""]
-    texts = [text + tokenizer.eos_token for text in texts]
+    """Shuffle a block of texts and join them end to end, cut into full sequences: nothing is
+    padded. `numbers` are the texts'."""
+    texts = [text + tokenizer.eos_token for text in rows["text"]]
     np.random.default_rng([*seed, numbers[0]]).shuffle(texts)
     token_lists = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     tokens = np.concatenate(token_lists).astype(int)
 
     # Every token is also a target, across sequences too.
     length = args.seq_length
-    num_sequences = max(0, len(tokens) - 1) // length
+    num_sequences = (len(tokens) - 1) // length
+    if num_sequences == 0:
+        raise ValueError(
+            f"{len(texts)} texts do not fill one sequence; use more texts or a lower --seq-length"
+        )
     end = num_sequences * length
     return {
         "input_ids": tokens[:end].reshape(num_sequences, length),
@@ -569,75 +474,42 @@ def pack(rows: dict, numbers: list[int], args, tokenizer, seed: list[int]) -> di
 
 
 class Batches(IterableDataset):
-    """Endless micro-batches, each with the position after it, where a resumed run goes on.
+    """Micro-batches, each with the position after it, where a resumed run goes on."""
 
-    Every worker of every rank has texts of its own. positions: one for each worker of this rank.
-    next_worker: the one whose turn it is.
-    """
-
-    def __init__(
-        self, args, world, source, tokenizer, positions: list[dict], next_worker: int
-    ) -> None:
+    def __init__(self, args, sequences: datasets.IterableDataset):
         self.args = args
-        self.world = world
-        self.source = source
-        self.tokenizer = tokenizer
-        self.positions = positions
-        self.next_worker = next_worker
+        self.sequences = sequences
 
     def __iter__(self):
-        # A DataLoader takes a micro-batch from each worker in turn, and always begins with 0.
-        num_workers = len(self.positions)
-        worker = get_worker_info().id if get_worker_info() else 0
-        worker = (worker + self.next_worker) % num_workers
-
-        share = self.world.rank * num_workers + worker
-        num_shares = self.world.size * num_workers
-        if self.source.num_shards % num_shares == 0:
-            own = split_dataset_by_node(self.source, share, num_shares)
-        else:  # of other numbers of files, that function would divide packed sequences, not texts
-            options = {"share": share, "num_shares": num_shares}
-            own = self.source.filter(is_own, with_indices=True, fn_kwargs=options)
-
-        first_pass = self.positions[worker].get("pass", 0)
-        position = self.positions[worker].get("at")
-        for number in itertools.count(first_pass):  # each pass has another order
-            options = {
-                "args": self.args,
-                "tokenizer": self.tokenizer,
-                "seed": [self.args.seed, share, number],
-            }
-            packed = own.map(
-                pack,
-                with_indices=True,
-                batched=True,
-                batch_size=500,
-                remove_columns=["text"],
-                fn_kwargs=options,
-            )
-            packed = packed.with_format("numpy")
-            if position:
-                packed.load_state_dict(position)
-
-            is_empty = position is None
-            for batch in packed.iter(self.args.micro_batch_size, drop_last_batch=True):
-                yield batch, {"pass": number, "at": packed.state_dict()}
-                is_empty = False
-            if is_empty:
-                raise ValueError("too few texts for a micro-batch in each worker of each process")
-            position = None
+        for batch in self.sequences.iter(self.args.micro_batch_size):
+            yield batch, self.sequences.state_dict()
+        raise ValueError("too few texts for each process to have one")
 
 
-def batches_on_device(args, world, source, tokenizer, data_position: dict):
-    """Yield `Batches` on this rank's device, each with the data position of this rank after it.
-    Worker processes pack ahead."""
-    # A new run has the data position {}, a new pass {"pass": 1}: the same for each worker.
-    positions = data_position.get("workers", [data_position] * args.num_workers)
-    worker = data_position.get("next_worker", 0)
+def batches_on_device(args, world, source, tokenizer, position: dict | None):
+    """Yield micro-batches of this rank's own texts, pass after pass, on its device, each with the
+    position after it. A worker process packs ahead."""
+    if source.num_shards % world.size == 0:
+        own = split_dataset_by_node(source, world.rank, world.size)
+    else:  # of other numbers of files, that function would divide packed sequences, not texts
+        options = {"share": world.rank, "num_shares": world.size}
+        own = source.filter(is_own, with_indices=True, fn_kwargs=options)
+    options = {"args": args, "tokenizer": tokenizer, "seed": [args.seed, world.rank]}
+    sequences = own.repeat(None).map(
+        pack,
+        with_indices=True,  # they count on from pass to pass: each has another order
+        batched=True,
+        batch_size=500,
+        remove_columns=["text"],
+        fn_kwargs=options,
+    )
+    sequences = sequences.with_format("numpy")
+    sequences.load_state_dict(position)
+
     loader = DataLoader(
-        Batches(args, world, source, tokenizer, positions, worker),
+        Batches(args, sequences),
         batch_size=None,
-        num_workers=args.num_workers,
+        num_workers=1,
         worker_init_fn=common.ignore_sigterm,
         prefetch_factor=8,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
@@ -647,15 +519,11 @@ def batches_on_device(args, world, source, tokenizer, data_position: dict):
         for batch, position in loader:
             for name, tensor in batch.items():
                 batch[name] = tensor.to(world.device, non_blocking=True)
-
-            positions = positions.copy()  # the caller may still have the last list
-            positions[worker] = position
-            worker = (worker + 1) % args.num_workers
-            yield batch, {"workers": positions, "next_worker": worker}
+            yield batch, position
 
 
 @torch.no_grad()
-def validate(args, world, model, sequences: dict, log, step: int) -> None:
+def validate(args, world, model, sequences: dict, log, step: int):
     """Print the mean loss over all held-out sequences, on any number of ranks. A collective."""
     # Every rank takes part in every forward pass: numbers past the end wrap round to the first
     # sequences, and do not count.
@@ -697,7 +565,7 @@ PEAK_TFLOPS = {
 }
 
 
-def mfu_per_token_per_second(args, world, config) -> float:
+def mfu_per_token_per_second(args, world, empty) -> float:
     """The share of all peak FLOP/s (MFU) that one token/s is; 0 where the peak is unknown.
 
     By PaLM's appendix B (arXiv:2204.02311), but without the parameters of an embedding that only
@@ -711,9 +579,8 @@ def mfu_per_token_per_second(args, world, config) -> float:
     if peak_tflops == 0:
         return 0.0
 
-    num_parameters = empty_model(config).num_parameters()
-    if not config.tie_word_embeddings:
-        num_parameters -= config.vocab_size * config.hidden_size
+    config = empty.config
+    num_parameters = empty.num_parameters(exclude_embeddings=not config.tie_word_embeddings)
     head_size = getattr(config, "head_dim", None)
     if head_size is None:
         head_size = config.hidden_size // config.num_attention_heads
@@ -722,17 +589,15 @@ def mfu_per_token_per_second(args, world, config) -> float:
     return (6 * num_parameters + attention) / (peak_tflops * 1e12 * world.size)
 
 
-def compare_strategies(args, world, config, log, load_from_start) -> None:
+def compare_strategies(args, world, config, log, batches):
     """Time a few steps under each strategy, with this model on these machines."""
-    share = mfu_per_token_per_second(args, world, config)
+    share = mfu_per_token_per_second(args, world, empty_model(config))
     for strategy in RESHARD:
-        if strategy == "DILOCO" and args.fsdp_version == 1:
-            continue
         args.sharding_strategy = strategy
         replicas, shards = mesh_shape(args, world)
         common.peak_memory(world.device)
         try:
-            seconds, state_gb = time_steps(args, world, config, log, load_from_start())
+            seconds, state_gb = time_steps(args, world, config, log, batches)
         except torch.OutOfMemoryError as error:
             # Other processes may now wait for this one: nothing can follow.
             raise common.UserError(
@@ -771,10 +636,10 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
     if args.sharding_strategy == "DILOCO":
         outer = OuterOptimizer(args, world, model)
         outer.step()  # sets up communication
-        outer.shared[0].sum().item()  # waits for the device
+        outer.shared.sum().item()  # waits for the device
         start = time.perf_counter()
         outer.step()
-        outer.shared[0].sum().item()
+        outer.shared.sum().item()
         seconds += (time.perf_counter() - start) / args.local_steps
         state_gb *= 1.5  # six numbers for each parameter, in place of four
     return seconds, state_gb
@@ -784,26 +649,9 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
 
 # --resume refuses a checkpoint if one of these flags differs. Any other may change.
 MUST_MATCH = (
-    "model",
-    "dataset",
-    "text_column",
-    "tokenizer",
-    "seq_length",
-    "global_batch_size",
-    "num_workers",
-    "lr",
-    "warmup_steps",
-    "max_steps",
-    "seed",
-)
-MUST_MATCH_DILOCO = (
-    *MUST_MATCH,
-    "sharding_strategy",
-    "shards_per_replica",
-    "local_steps",
-    "outer_lr",
-    "outer_momentum",
-)
+    "model dataset text_column tokenizer seq_length global_batch_size"
+    " lr warmup_steps max_steps seed"
+).split()
 
 
 def learning_rate(args, step: int) -> float:
@@ -827,7 +675,6 @@ def parse_args():
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
     add("--num-validation-texts", default=500, type=size, help="held out of the dataset, at most")
     add("--seq-length", default=128, type=size, help="tokens in a sequence")
-    add("--num-workers", default=1, type=size, help="processes per rank that pack texts")
 
     add = parser.add_argument_group("training").add_argument
     add("--max-steps", default=500, type=size, help="steps of the optimizer")
@@ -835,20 +682,16 @@ def parse_args():
     add("--global-batch-size", default=0, type=count, help="of all processes; 0: 16 or a few more")
     add("--lr", default=5e-3, type=number, help="the highest; a cosine takes it down to a tenth")
     add("--warmup-steps", default=20, type=count, help="steps to the highest learning rate")
-    add("--weight-decay", default=0.1, type=number, help="of matrices, not of norms")
+    add("--weight-decay", default=0.1, type=number, help="of all weights")
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="see the README")
     add("--shards-per-replica", default=0, type=count, help="of hybrids; 0: a node's processes")
     add("--local-steps", default=50, type=size, help="of DILOCO, between synchronizations")
     add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1, with momentum 0, averages")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO, Nesterov's")
-    add("--outer-precision", default="fp32", choices=PRECISIONS, help="in which DILOCO sends")
-    add(
-        "--precision", default="auto", choices=("auto", *PRECISIONS), help="bf16: gradients in fp32"
-    )
+    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on GPUs")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
     add("--compile", **switch, help="torch.compile each layer: a slow start, then faster")
@@ -861,21 +704,34 @@ def parse_args():
     add("--peak-tflops", default=0.0, type=number, help="of one device, for MFU; 0: known GPUs'")
     add("--validate-every", default=50, type=size, help="steps between validations")
 
-    args = parser.parse_args()
-    if args.sharding_strategy == "DILOCO":
-        if args.fsdp_version == 1:
-            parser.error("DILOCO needs --fsdp-version 2: FSDP1's hybrids reduce in every step")
-        if args.validate_every % args.local_steps != 0:
-            parser.error(
-                "--validate-every must be a multiple of --local-steps: DILOCO shares weights only"
-                " then"
-            )
-    return args
+    return parser.parse_args()
 
 
-def main(args, world) -> None:
+def is_due(args, step: int, every: int) -> bool:
+    """Every so many steps, and after the last one; 0 is never."""
+    return every > 0 and (step % every == 0 or step == args.max_steps)
+
+
+def resume(args, world, checkpoint, model, optimizer, outer, log) -> tuple[int, dict | None]:
+    """The step after which a checkpoint was saved, and this rank's position in the data."""
+    progress = common.read_progress(checkpoint, args, MUST_MATCH)
+    if outer and progress["mesh"] != list(mesh_shape(args, world)):
+        raise common.UserError(
+            f"{checkpoint} has other replicas or shards; DILOCO cannot resume it"
+        )
+    extra = outer.checkpoint() if outer else {}
+    common.load_checkpoint(checkpoint, model, optimizer, world, **extra)
+    log.print(f"resumed  from step {progress['step']}")
+
+    positions = progress["data_positions"]
+    if len(positions) != world.size:
+        log.print(f"         saved by {len(positions)} processes: the data begins anew")
+        return progress["step"], None
+    return progress["step"], positions[world.rank]
+
+
+def main(args, world):
     log = common.Log(world, args.output_dir)
-    log.print(f"run      {common.describe_run(world)}")
     checkpoint = common.find_checkpoint(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
     smallest_batch = args.micro_batch_size * world.size
@@ -890,123 +746,73 @@ def main(args, world) -> None:
     # Data
     with name_dataset_in_errors(args):
         source, held_out = load_texts(args)
-        if not texts_of(held_out, args.text_column):
-            raise ValueError(
-                f"no such file, or too few texts in --text-column {args.text_column} to hold some"
-                " out"
-            )
-    config, tokenizer = load_config_and_tokenizer(args, world, source)
-    sequences = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
-    num_sequences = len(sequences["labels"])
-    if num_sequences == 0:
-        raise common.UserError(
-            "the held-out texts are less than one sequence; use more texts or a lower --seq-length"
-        )
+        config, tokenizer = load_config_and_tokenizer(args, world, source)
+        sequences = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
+    count = len(sequences["labels"])
     log.print(
-        f"data     {args.dataset[0]}, {source.num_shards} files,"
-        f" {num_sequences} sequences to validate"
+        f"data     {args.dataset[0]}, {source.num_shards} files, {count} sequences to validate"
     )
 
     # Model
-    uses_diloco = args.sharding_strategy == "DILOCO"
     replicas, shards = mesh_shape(args, world)
-    if shards == 1:
-        common.refuse_fsdp1_offload(args)
-    num_parameters = empty_model(config).num_parameters()
-    bytes_each = 24 if uses_diloco else 16
-    size = common.check_that_it_fits(num_parameters, shards, world, args.cpu_offload, bytes_each)
+    empty = empty_model(config)
+    more = 8 if args.sharding_strategy == "DILOCO" else 0  # shared weights and their momentum
+    size = common.check_that_it_fits(empty, shards, world, args.cpu_offload, more)
     log.print(f"model    {args.model}, {size}")
     log.print(
-        f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy},"
+        f"fsdp     {args.sharding_strategy},"
         f" replicas x shards: {replicas} x {shards}, {args.precision}"
     )
     if args.compare_strategies:
-
-        def load_from_start():
-            return batches_on_device(args, world, source, tokenizer, {})
-
-        compare_strategies(args, world, config, log, load_from_start)
+        batches = batches_on_device(args, world, source, tokenizer, None)
+        compare_strategies(args, world, config, log, batches)
         return
     model, optimizer = build(args, world, config)
-
-    # DiLoCo's replicas train apart: a line shows the first one, and a checkpoint holds each.
     outer = None
-    log_group = None
-    must_match = MUST_MATCH
-    diloco_state = {}
-    if uses_diloco:
+    if args.sharding_strategy == "DILOCO":
         outer = OuterOptimizer(args, world, model)
-        log_group = outer.own_replica
-        must_match = MUST_MATCH_DILOCO
-        diloco_state = {"extra": outer.state(), "replica": 1 + outer.number}
-        args.shards_per_replica = shards
 
     # Where the last run stopped
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    progress = {"step": 0, "data_positions": [{}] * world.size, "device": world.device.type}
+    first = 0
+    position = None
     if checkpoint:
-        progress = common.read_progress(checkpoint, args, must_match)
-        if uses_diloco and len(progress["data_positions"]) != world.size:
-            raise common.UserError(
-                f"{checkpoint} was made by more or fewer processes, which DILOCO's replicas cannot"
-                " join"
-            )
-        common.load_checkpoint(checkpoint, model, optimizer, world, **diloco_state)
-        log.print(f"resumed  from step {progress['step']}")
-    data_positions = progress["data_positions"]
-    if len(data_positions) != world.size:
-        log.print(
-            f"         saved by {len(data_positions)} processes: the position in the data is lost,"
-            " a new pass begins"
-        )
-        passes = [worker.get("pass", 0) for each in data_positions for worker in each["workers"]]
-        data_positions = [{"pass": max(passes) + 1}] * world.size
-    if progress["device"] != world.device.type:
-        log.print(
-            f"         saved on {progress['device']}: dropout, if the model has it, draws anew"
-        )
+        first, position = resume(args, world, checkpoint, model, optimizer, outer, log)
+    else:
+        validate(args, world, model, sequences, log, step=0)
+    batches = batches_on_device(args, world, source, tokenizer, position)
 
     # Train
+    share = mfu_per_token_per_second(args, world, empty)
     stop = common.StopRequest()
-    share = mfu_per_token_per_second(args, world, config)
-    batches = batches_on_device(args, world, source, tokenizer, data_positions[world.rank])
-    step = progress["step"]
-    if step == 0:
-        validate(args, world, model, sequences, log, step)
-
+    local_steps = args.local_steps if outer else 1
+    log_group = outer.own_replica if outer else None  # a row shows the first replica
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
-    totals = torch.zeros(2, device=world.device)  # since the last line: summed loss, its tokens
-    last_logged = step
+    totals = torch.zeros(2, device=world.device)  # since the last row: summed loss, its tokens
+    last_row = first
     start = time.perf_counter()
-    steps = range(step + 1, args.max_steps + 1)
+
+    steps = range(first + 1, args.max_steps + 1)
     for step in log.bar(steps, "train", len(steps)):
         lr = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss_sum, grad_norm, data_position = train_step(args, world, model, optimizer, batches)
+        loss_sum, grad_norm, position = train_step(args, world, model, optimizer, batches)
         totals[0] += loss_sum
         totals[1] += step_tokens / world.size
 
-        is_last = step == args.max_steps
-        stop_now = stop.answered()
-        replicas_meet = outer is None or is_last or step % args.local_steps == 0
+        replicas_meet = is_due(args, step, local_steps)  # DiLoCo's wait for each other only here
         if outer and replicas_meet:
             outer.step()
-        if replicas_meet:  # DiLoCo's replicas wait for each other only here
-            stop.ask()
-        save_now = args.checkpoint_every > 0 and (is_last or step % args.checkpoint_every == 0)
-        save_now = save_now or stop_now
-        validate_now = is_last or step % args.validate_every == 0
-        log_now = save_now or validate_now or step % args.log_every == 0
+        stop_now = replicas_meet and stop.on_any_rank()
+        save_now = stop_now or is_due(args, step, args.checkpoint_every)
+        validate_now = replicas_meet and is_due(args, step, args.validate_every)
+        log_now = save_now or validate_now or is_due(args, step, args.log_every)
 
         if log_now:
             all_loss, num_tokens = common.sum_over_ranks(totals, log_group)
             loss = all_loss / num_tokens
-            if not math.isfinite(loss):  # before it is saved: checkpoints stay usable
-                raise common.UserError(
-                    f"the loss is not finite at step {step}; start again with a lower --lr"
-                )
-            speed = step_tokens * (step - last_logged) / (time.perf_counter() - start)
+            speed = step_tokens * (step - last_row) / (time.perf_counter() - start)
             norm = grad_norm.item()
             memory = common.peak_memory(world.device)
             line = (
@@ -1020,20 +826,20 @@ def main(args, world) -> None:
             log.print(line)
             log.write(**record, **memory)
             totals.zero_()
-            last_logged = step
+            last_row = step
 
         if save_now:
-            dist.all_gather_object(data_positions, data_position)
+            positions = [None] * world.size
+            dist.all_gather_object(positions, position)
             progress = {
                 "step": step,
-                "data_positions": data_positions,
-                "device": world.device.type,
+                "data_positions": positions,
+                "mesh": mesh_shape(args, world),
                 "settings": vars(args),
             }
-            common.save_checkpoint(
-                args.output_dir, progress, model, optimizer, world, **diloco_state
-            )
-        if stop_now and not is_last:
+            extra = outer.checkpoint() if outer else {}
+            common.save_checkpoint(args.output_dir, progress, model, optimizer, world, **extra)
+        if stop_now and step < args.max_steps:
             log.print(f"stopped  on request at step {step}, all saved; --resume goes on")
             return
         if validate_now:
@@ -1041,9 +847,8 @@ def main(args, world) -> None:
         if log_now:
             start = time.perf_counter()
 
-    # Export
     if args.save_model:
-        common.export(model, tokenizer, args.output_dir / "model", world)
+        common.export(model, empty, tokenizer, args.output_dir / "model", world)
     log.print(f"metrics  {log.path}, run {log.run}")
     log.print(f"model    {args.output_dir / 'model' if args.save_model else 'not saved'}")
 

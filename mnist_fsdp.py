@@ -25,7 +25,6 @@ import functools
 import gc
 import itertools
 import json
-import math
 import os
 import sys
 import time
@@ -84,8 +83,8 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
     )
 
 
-def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> float:
-    """Mean loss over the samples of all ranks. A collective."""
+def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[float, int]:
+    """The mean loss over the samples of all ranks, and their number. A collective."""
     model.train()
     loader.sampler.set_epoch(epoch)  # without it every epoch has the order of the first
     loss_sum = torch.zeros((), device=world.device)
@@ -101,12 +100,7 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> float:
         loss_sum += loss.detach()  # stays on the device: .item() would make the host wait
 
     num_samples = len(loader) * loader.batch_size * world.size
-    mean_loss = common.sum_over_ranks(loss_sum) / num_samples
-    if not math.isfinite(mean_loss):
-        raise common.UserError(
-            f"the loss is not finite in epoch {epoch}; start again with a lower --lr"
-        )
-    return mean_loss
+    return common.sum_over_ranks(loss_sum) / num_samples, num_samples
 
 
 # ---- Model and data ----------------------------------------------------------------------------
@@ -122,7 +116,7 @@ class Network(nn.Module):
     """Images (batch, 1, 28, 28) to log-probabilities (batch, 10); `widths` are those of the layers
     between."""
 
-    def __init__(self, *widths: int, equal_layers: int = 0) -> None:
+    def __init__(self, *widths: int, equal_layers: int = 0):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
@@ -279,29 +273,41 @@ def parse_args():
     return args
 
 
+def chosen_networks(args) -> list[str]:
+    return list(NETWORKS) if args.model == "all" else [args.model]
+
+
 def describe(row: dict) -> str:
     """The record of an epoch as a line."""
     return (
-        f"{row['network']:7} | {row['mode']:5} | processes {row['processes']:2}"
+        f"{row['network']:7} | {row['mode']:5} x {row['processes']:<2}"
         f" | state {row['state_gb']:.3f} GB | peak {row['peak_gb']:.2f} GB"
-        f" | test_loss {row['test_loss']:.4f} | accuracy {row['accuracy']:.4f}"
-        f" | {row['samples/s']:6,.0f} samples/s"
+        f" | accuracy {row['accuracy']:.4f} | {row['samples/s']:6,.0f} samples/s"
     )
 
 
-def main(args, world) -> None:
+def return_freed_memory(at_least: int):
+    """From so many bytes on, what is freed leaves the process, so that its peak counts what it
+    holds. This takes time."""
+    if sys.platform == "linux":
+        M_MMAP_THRESHOLD = -3
+        M_MMAP_MAX = -4  # common.py has set it to 0
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, at_least)
+        libc.mallopt(M_MMAP_MAX, 65536)
+
+
+def main(args, world):
     log = common.Log(world, args.output_dir)
     train_set, test_set = load_digits(args, world)
-    fsdp = f"FSDP{args.fsdp_version} FULL_SHARD" if args.mode == "fsdp" else "no FSDP"
-    log.print(f"run      {common.describe_run(world)}, {fsdp}")
     log.print(
         f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test"
     )
-    networks = list(NETWORKS) if args.model == "all" else [args.model]
+    networks = chosen_networks(args)
     for network in networks:
         with torch.device("meta"):
-            num_parameters = sum(p.numel() for p in NETWORKS[network]().parameters())
-        log.print(f"{network:8} {common.check_that_it_fits(num_parameters, world.size, world)}")
+            empty = NETWORKS[network]()
+        log.print(f"{network:8} {common.check_that_it_fits(empty, world.size, world)}")
 
     for network in networks:
         is_large = network != "shallow"
@@ -313,15 +319,8 @@ def main(args, world) -> None:
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
 
-        if sys.platform == "linux":
-            # Freed tensors leave the process, so that its peak counts what it holds. This takes
-            # time, and the shallow network's activations are large beside its parameters.
-            M_MMAP_THRESHOLD = -3
-            M_MMAP_MAX = -4  # common.py has set it to 0
-            libc = ctypes.CDLL(None)
-            libc.mallopt(M_MMAP_THRESHOLD, 2**16 if is_large else 2**25)
-            libc.mallopt(M_MMAP_MAX, 65536)
-
+        # The shallow network's activations are large beside its parameters.
+        return_freed_memory(2**16 if is_large else 2**25)
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same
         model = NETWORKS[network]()
         if args.mode == "local":
@@ -338,9 +337,8 @@ def main(args, world) -> None:
         for epoch in range(1, 2 if is_short else args.epochs + 1):
             common.peak_memory(world.device)
             start = time.perf_counter()
-            loss = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
+            loss, num_samples = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
             seconds = time.perf_counter() - start
-            num_samples = len(train_loader) * args.batch_size * world.size
             memory = common.peak_memory(world.device)
             test_loss, accuracy = evaluate(world, model, test_loader)
             row = {
@@ -369,28 +367,24 @@ def main(args, world) -> None:
         gc.collect()  # FSDP's objects refer to each other in circles
 
 
-def compare_both_halves(args) -> None:
+def compare_both_halves(args):
     """Run each half in processes of its own, which have their own peak of memory and leave a GPU
     empty, and print the last epoch of each network side by side."""
-    path = args.output_dir / "metrics.jsonl"
-    num_old_rows = 0
-    if path.exists():
-        num_old_rows = len(path.read_text().splitlines())
-
     command = sys.argv
-    for mode in ("local", "fsdp"):
-        sys.argv = [*command, "--mode", mode]
-        common.run(main, parse_args(), always_start=True)
+    sys.argv = [*command, "--mode", "local"]
+    common.start_processes(1)
+    sys.argv = [*command, "--mode", "fsdp"]
+    common.run(main, parse_args())
 
+    path = args.output_dir / "metrics.jsonl"
     last_rows = {}
-    for line in path.read_text().splitlines()[num_old_rows:]:
+    for line in path.read_text().splitlines():
         row = json.loads(line)
         last_rows[row["network"], row["mode"]] = row
     print("\nThe last epoch of each, side by side:")
-    for network in NETWORKS:
+    for network in chosen_networks(args):
         for mode in ("local", "fsdp"):
-            if (network, mode) in last_rows:
-                print(describe(last_rows[network, mode]))
+            print(describe(last_rows[network, mode]))
     print(f"\nmetrics  {path}")
 
 

@@ -109,7 +109,7 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     options = {
-        "mesh": make_mesh(args, world),
+        "mesh": init_device_mesh(world.device.type, (world.size,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype),
     }
     if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
@@ -134,6 +134,7 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
     """Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit."""
     with common.first_on_node(world):
         model = load_model(args, config)  # on every rank's CPU; FSDP moves it unit by unit
+    mesh = init_device_mesh(world.device.type, (world.size,))
     layers = prepare_layers(args, model)
 
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
@@ -151,16 +152,11 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
         cpu_offload=CPUOffload(args.cpu_offload),
         device_id=world.device,
         use_orig_params=True,  # parameters keep their names and shapes, also for --compile
-        device_mesh=make_mesh(args, world),  # checkpoints hold DTensors, as in FSDP2
+        device_mesh=mesh,  # checkpoints hold DTensors, as in FSDP2
     )
 
 
-def make_mesh(args, world):
-    """One dimension: the processes that a model is sharded over."""
-    return init_device_mesh(world.device.type, (world.size,))
-
-
-def load_weights(args, world, model: nn.Module, whole: nn.Module | None) -> None:
+def load_weights(args, world, model: nn.Module, whole: nn.Module | None):
     """Give a model on the meta device its memory, and what rank 0's `whole` one holds."""
     model.to_empty(device="cpu" if args.cpu_offload else world.device)
     weights = whole.state_dict() if whole else {}
@@ -205,8 +201,13 @@ def build(args, world, config):
         model = shard_with_fsdp1(args, world, config)
 
     # Fused AdamW takes loss scaling into its kernel, which fails on DTensors.
-    fused = args.precision != "fp16"
-    return model, torch.optim.AdamW(model.parameters(), lr=args.lr, fused=fused)
+    uses_fp16 = args.precision == "fp16"
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, fused=not uses_fp16)
+    # If a gradient overflows on one rank, all must skip the step: DTensors agree by themselves,
+    # FSDP1 needs a scaler that asks the others.
+    scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
+    return model, optimizer, scaler_class(world.device.type, enabled=uses_fp16)
 
 
 def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,11 +311,13 @@ NUM_SCORED = 100  # articles whose summaries are generated and scored
 
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
+    torch.manual_seed(args.seed)
+    kind = AutoModelForSeq2SeqLM
     if args.model == "builtin":
-        torch.manual_seed(args.seed)
-        return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
-    model = AutoModelForSeq2SeqLM.from_pretrained(args.model, config=config, dtype=torch.float32)
-    return model.train()  # it comes in eval()
+        model = kind.from_config(config, dtype=torch.float32)
+    else:
+        model = kind.from_pretrained(args.model, config=config, dtype=torch.float32)
+    return model.train()  # a pretrained one comes in eval()
 
 
 def empty_model(config) -> nn.Module:
@@ -327,7 +330,7 @@ def empty_model(config) -> nn.Module:
     return model
 
 
-def load_config_and_tokenizer(args, world, articles) -> tuple:
+def load_config_and_tokenizer(args, articles) -> tuple:
     """Those of a pretrained model, or of one small enough to learn the built-in articles."""
     if args.model == "builtin":
         first = articles[:4000]
@@ -337,20 +340,16 @@ def load_config_and_tokenizer(args, world, articles) -> tuple:
             vocab_size=len(tokenizer),
             d_model=128,
             d_kv=16,
-            num_heads=8,
             d_ff=256,
             num_layers=2,
             dropout_rate=0.0,
-            pad_token_id=0,
-            eos_token_id=1,
             decoder_start_token_id=0,
         )
         return config, tokenizer
 
     try:
-        with common.first_on_node(world):
-            config = AutoConfig.from_pretrained(args.model)
-            tokenizer = AutoTokenizer.from_pretrained(args.model)
+        config = AutoConfig.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
     except (OSError, ValueError) as error:
         raise common.UserError(f"--model {args.model} cannot be read: {error}") from error
     if config.model_type != "t5":
@@ -368,29 +367,24 @@ def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> d
     return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
 
 
-def load_data(args, world) -> tuple:
+def load_data(args) -> tuple:
     """Tokenized articles to train on and to validate on, with the model's config and tokenizer."""
-    with common.first_on_node(world):
-        train_set, validation_set = common.load_articles(
-            args.dataset,
-            args.text_column,
-            args.summary_column,
-            args.max_summary_share,
-        )
+    train_set, validation_set = common.load_articles(
+        args.dataset, args.text_column, args.summary_column, args.max_summary_share
+    )
     if 0 < args.num_train_samples < len(train_set):
         train_set = train_set.take(args.num_train_samples)
     if 0 < args.num_validation_samples < len(validation_set):
         validation_set = validation_set.take(args.num_validation_samples)
 
-    config, tokenizer = load_config_and_tokenizer(args, world, train_set)
+    config, tokenizer = load_config_and_tokenizer(args, train_set)
     options = {
         "tokenizer": tokenizer,
         "source_length": args.max_source_length,
         "target_length": args.max_target_length,
     }
-    with common.first_on_node(world):
-        train_set = train_set.map(tokenize, batched=True, fn_kwargs=options)
-        validation_set = validation_set.map(tokenize, batched=True, fn_kwargs=options)
+    train_set = train_set.map(tokenize, batched=True, fn_kwargs=options)
+    validation_set = validation_set.map(tokenize, batched=True, fn_kwargs=options)
     return config, tokenizer, train_set, validation_set
 
 
@@ -463,10 +457,9 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
     model.train()
 
     loss, num_targets = common.sum_over_ranks(totals)
-    rouge1, rouge2, rougeL = common.sum_over_ranks(rouge / num_scored)
     val_loss = loss / num_targets
-    scores = {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rougeL}
-    log.write(step=step, val_loss=val_loss, **scores)
+    rouge1, rouge2, rougeL = common.sum_over_ranks(rouge / num_scored)
+    log.write(step=step, val_loss=val_loss, rouge1=rouge1, rouge2=rouge2, rougeL=rougeL)
     log.print(
         f"step {step:6,} | val_loss {val_loss:.4f} | rouge1 {rouge1:.4f} | rouge2 {rouge2:.4f}"
         f" | rougeL {rougeL:.4f}"
@@ -480,18 +473,9 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
 
 # --resume refuses a checkpoint if one of these flags differs. Any other may change.
 MUST_MATCH = (
-    "model",
-    "dataset",
-    "text_column",
-    "summary_column",
-    "max_summary_share",
-    "num_train_samples",
-    "max_source_length",
-    "max_target_length",
-    "seed",
-    "lr",
-    "gamma",
-)
+    "model dataset text_column summary_column max_summary_share num_train_samples"
+    " max_source_length max_target_length seed lr gamma"
+).split()
 
 
 def learning_rate(args, step: int, epochs_done: float) -> float:
@@ -529,7 +513,7 @@ def parse_args():
     switch = {"action": "store_true"}
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="ZeRO-3, or ZeRO-2")
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="bf16: gradients too")
+    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on GPUs")
     add("--backward-prefetch", default="pre", choices=PREFETCH, help="none: less memory")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each T5Block: less memory, slower")
@@ -539,8 +523,8 @@ def parse_args():
     common.add_run_flags(group)
     common.add_checkpoint_flags(group)
     add = group.add_argument
-    add("--print-model", **switch, help="print the sharded model, with its units")
     optional = argparse.BooleanOptionalAction
+    add("--print-model", **switch, help="print the sharded model, with its units")
     add("--run-validation", default=True, action=optional, help="loss and ROUGE after each epoch")
 
     args = parser.parse_args()
@@ -554,14 +538,14 @@ def parse_args():
     return args
 
 
-def main(args, world) -> None:
+def main(args, world):
     log = common.Log(world, args.output_dir)
-    log.print(f"run      {common.describe_run(world)}")
     checkpoint = common.find_checkpoint(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
 
     # Data
-    config, tokenizer, train_set, validation_set = load_data(args, world)
+    with common.first_on_node(world):
+        config, tokenizer, train_set, validation_set = load_data(args)
     lengths = torch.tensor([len(ids) for ids in train_set["input_ids"]])
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # labels with -100
     global_batch = args.batch_size * args.accumulation_steps * world.size
@@ -574,36 +558,28 @@ def main(args, world) -> None:
     )
 
     # Model
-    if world.size == 1:
-        common.refuse_fsdp1_offload(args)
-    num_parameters = empty_model(config).num_parameters()
-    size = common.check_that_it_fits(num_parameters, world.size, world, args.cpu_offload)
+    is_too_small = world.size == 1 or world.device.type == "cpu"
+    if args.fsdp_version == 1 and args.cpu_offload and is_too_small:
+        raise common.UserError(
+            "FSDP1 offloads from GPUs only, and resumes wrongly on one; use --fsdp-version 2"
+        )
+    empty = empty_model(config)
+    size = common.check_that_it_fits(empty, world.size, world, args.cpu_offload)
     log.print(f"model    {args.model}, {size}")
     log.print(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
-    model, optimizer = build(args, world, config)
+    model, optimizer, scaler = build(args, world, config)
     if args.print_model:
         log.print(str(model))
 
-    # Loss scaling, for fp16 only. If a gradient overflows on one rank, all must skip the step:
-    # DTensors agree by themselves, FSDP1 needs a scaler that asks the others.
-    scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
-    scaler = scaler_class(world.device.type, enabled=args.precision == "fp16")
-
     # Where the last run stopped
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    same_run = {"processes": world.size, "global_batch": global_batch, "device": world.device.type}
     progress = {"step": 0, "epoch": 1, "samples_done": 0, "best_loss": math.inf}
     if checkpoint:
         progress = common.read_progress(checkpoint, args, MUST_MATCH)
         common.load_checkpoint(checkpoint, model, optimizer, world)
         if progress["scaler"]:  # it was fp16
             scaler.load_state_dict(progress["scaler"])
-        kept = "everything"
-        if progress["processes"] != world.size or progress["device"] != world.device.type:
-            kept = "all but dropout's random numbers"
-        if progress["global_batch"] != global_batch:
-            kept = "all but the order of the articles, and dropout's random numbers"
-        log.print(f"resumed  from step {progress['step']}, keeps {kept}")
+        log.print(f"resumed  from step {progress['step']}")
     step = progress["step"]
     samples_done = progress["samples_done"]  # of this epoch
     best_loss = progress["best_loss"]
@@ -611,19 +587,31 @@ def main(args, world) -> None:
     # Train
     stop = common.StopRequest()
     best_folder = args.output_dir / "best"
+
+    def save(epoch: int, samples_done: int):
+        progress = {
+            "step": step,
+            "epoch": epoch,
+            "samples_done": samples_done,
+            "best_loss": best_loss,
+            "scaler": scaler.state_dict(),
+            "settings": vars(args),
+        }
+        common.save_checkpoint(args.output_dir, progress, model, optimizer, world)
+
     if step == 0 and args.run_validation:
         validate(args, world, model, validation_set, collate, log, step)
 
     for epoch in range(progress["epoch"], args.epochs + 1):
-        batches = split_epoch(args, world, lengths, epoch)
-        batches = batches[samples_done // global_batch :]
+        batches = split_epoch(args, world, lengths, epoch)[samples_done // global_batch :]
         if args.max_steps > 0:
             batches = batches[: max(0, args.max_steps - step)]
+        last_step = step + len(batches)
 
         totals = torch.zeros(3, device=world.device)  # since the last line
         start = time.perf_counter()
         loader = batches_on_device(train_set, batches, collate, world)
-        for number, batch in enumerate(log.bar(loader, f"epoch {epoch}", len(batches)), 1):
+        for batch in log.bar(loader, f"epoch {epoch}", len(batches)):
             lr = learning_rate(args, step + 1, epoch - 1 + samples_done / len(train_set))
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -632,20 +620,15 @@ def main(args, world) -> None:
             step += 1
             samples_done += global_batch
 
-            is_last = number == len(batches)
-            stop_now = stop.answered()
-            stop.ask()
-            save_now = args.checkpoint_every > 0 and (is_last or step % args.checkpoint_every == 0)
-            save_now = save_now or stop_now
+            is_last = step == last_step
+            stop_now = stop.on_any_rank()
+            save_now = args.checkpoint_every > 0 and step % args.checkpoint_every == 0
+            save_now = stop_now or (save_now and not is_last)  # after the last one see below
             log_now = save_now or is_last or step % args.log_every == 0
 
             if log_now:
                 loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
                 loss = loss_sum / num_targets
-                if not math.isfinite(loss):  # before it is saved: checkpoints stay usable
-                    raise common.UserError(
-                        f"the loss is not finite at step {step}; start again with a lower --lr"
-                    )
                 speed = num_tokens / (time.perf_counter() - start)
                 norm = grad_norm.item()
                 memory = common.peak_memory(world.device)
@@ -656,35 +639,30 @@ def main(args, world) -> None:
                 record = {"epoch": epoch, "step": step, "loss": loss, "grad_norm": norm, "lr": lr}
                 log.write(**record, **{"tokens/s": speed}, **memory)
                 totals.zero_()
-
             if save_now:
-                progress = {
-                    "step": step,
-                    "epoch": epoch,
-                    "samples_done": samples_done,
-                    "best_loss": best_loss,
-                    "scaler": scaler.state_dict(),
-                    "settings": vars(args),
-                    **same_run,
-                }
-                common.save_checkpoint(args.output_dir, progress, model, optimizer, world)
+                save(epoch, samples_done)
             if stop_now:
                 log.print(f"stopped  on request at step {step}, all saved; --resume goes on")
                 return
             if log_now:
                 start = time.perf_counter()
 
-        samples_done = 0
+        # The best model, then the checkpoint that knows how good it is
         is_best = True
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
             is_best = val_loss < best_loss
             best_loss = min(val_loss, best_loss)
         if args.save_model and is_best:
-            common.export(model, tokenizer, best_folder, world)
+            common.export(model, empty, tokenizer, best_folder, world)
             log.print(f"saved    the model to {best_folder}, in place of any before it")
-        if args.max_steps > 0 and step >= args.max_steps:
+        if 0 < args.max_steps <= step:
+            if args.checkpoint_every > 0:
+                save(epoch, samples_done)
             break
+        samples_done = 0
+        if args.checkpoint_every > 0:
+            save(epoch + 1, samples_done)
 
     log.print(f"metrics  {log.path}, run {log.run}")
     log.print(f"model    {best_folder if args.save_model else 'not saved'}")
