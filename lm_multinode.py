@@ -263,11 +263,12 @@ class OuterOptimizer:
         """How far the replicas have moved, on average, is the gradient; all of them continue from
         where it leads. A collective."""
         beta = self.args.outer_momentum
-        moved = self.shared - self.flat_weights()
-        dist.all_reduce(moved, group=self.replicas)
-        gradient = moved / self.replicas.size()
+        gradient = self.flat_weights().neg_().add_(self.shared)
+        dist.all_reduce(gradient, group=self.replicas)
+        gradient.div_(self.replicas.size())
         self.momentum.mul_(beta).add_(gradient)
-        self.shared.sub_(self.args.outer_lr * (gradient + beta * self.momentum))
+        gradient.add_(self.momentum, alpha=beta)
+        self.shared.sub_(gradient, alpha=self.args.outer_lr)
 
         parts = self.shared.split([weight.numel() for weight in self.weights])
         for weight, part in zip(self.weights, parts, strict=True):
@@ -324,8 +325,7 @@ def load_model(args, config) -> nn.Module:
 def empty_model(config) -> nn.Module:
     """The model on the meta device: shapes, no memory."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def load_config_and_tokenizer(args, world, source) -> tuple:

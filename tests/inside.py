@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import default_convert
 
 import numpy as np
 from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM
@@ -49,12 +48,6 @@ builtin_article = common.builtin_article
 train_tokenizer = common.train_tokenizer
 
 
-def start_loader():
-    """An iterator of a loader with a worker that outlives a cluster's SIGTERM."""
-    loader = DataLoader(range(1000), num_workers=1, worker_init_fn=common.ignore_sigterm)
-    return iter(loader)
-
-
 # A user's own script, in which a process crashes or is killed while the others wait for it.
 SMALL_SCRIPT = """
 import argparse, os, signal, sys
@@ -72,7 +65,7 @@ def main(args, world):
         raise ZeroDivisionError("a bug")
     common.dist.barrier()
 
-args = argparse.Namespace(device="cpu", num_processes=2, fsdp_version=2, save_model=False, fate=sys.argv[1])
+args = argparse.Namespace(device="cpu", num_processes=2, fate=sys.argv[1])
 common.run(main, args)
 """
 
@@ -100,7 +93,11 @@ def set_up_process_group(kind):
     ):
         common.setup(torch.device(kind) if kind else None)
     precision = set_precision.call_args.args[0] if set_precision.called else None
-    return init.call_args.kwargs | {"threads": set_threads.call_args.args[0], "matmul_precision": precision}
+    return init.call_args.kwargs | {
+        "backend": init.call_args.args[0],
+        "threads": set_threads.call_args.args[0],
+        "matmul_precision": precision,
+    }
 
 
 def seconds_for_a_download():
@@ -205,8 +202,7 @@ def lm_mesh_shape(args, size, per_node):
 
 def lm_texts(args, script=lm_multinode):
     """The stream to train on, and the list of texts that are held out."""
-    source, held_out = script.load_texts(args)
-    return source, script.texts_of(held_out, args.text_column)
+    return script.load_texts(args)
 
 
 def lm_held_out(args, tokenizer, script=lm_multinode):
@@ -214,25 +210,29 @@ def lm_held_out(args, tokenizer, script=lm_multinode):
     return script.pack({"text": script.load_texts(args)[1]}, [0], args, tokenizer, [0])
 
 
-def lm_packed(records, args, tokenizer, script=lm_multinode):
-    """The sequences of a block of JSON records."""
-    return script.pack({"text": records}, [0], args, tokenizer, [0])
+def lm_packed(texts, args, tokenizer, script=lm_multinode):
+    """The sequences of a block of texts."""
+    return script.pack({"text": texts}, [0], args, tokenizer, [0])
 
 
 def lm_stream(args, tokenizer, rank=0, size=1, position=None, source=None, script=lm_multinode):
-    """A rank's micro-batches, each with the position after it, on from `position`."""
+    """Yield a rank's micro-batches, each with the position after it, on from `position`; without a worker process."""
+
+    def in_this_process(dataset, **_):
+        for batch, position in dataset:
+            yield default_convert(batch), position
+
     source = source or script.load_texts(args)[0]
-    return iter(script.Batches(args, world_of(rank, size), source, tokenizer, [position or {}], 0))
-
-
-def lm_texts_of(source, args, script=lm_multinode):
-    """All texts of a stream to train on, once."""
-    return script.texts_of((row["text"] for row in source), args.text_column)
+    with mock.patch.object(script, "DataLoader", in_this_process):
+        stream = lm_loader(args, tokenizer, rank, size, position, source, script)
+        first = next(stream)
+    for batch, position in itertools.chain([first], stream):
+        yield {name: tensor.numpy() for name, tensor in batch.items()}, position
 
 
 def lm_loader(args, tokenizer, rank, size, position, source, script=lm_multinode):
-    """As `lm_stream`, through the loader and its worker processes."""
-    return script.batches_on_device(args, world_of(rank, size), source, tokenizer, position or {})
+    """As `lm_stream`, as tensors, through the loader and its worker process."""
+    return script.batches_on_device(args, world_of(rank, size), source, tokenizer, position)
 
 
 def lm_global_batches(args, tokenizer, size, script=lm_multinode):
@@ -278,13 +278,12 @@ def lm_trainer(args, world, config, batches):
 
 def t5_trainer(args, world):
     """The tokenizer, and a function that makes a step of the first epoch."""
-    config, tokenizer, articles, _ = t5_fsdp.load_data(args, world)
+    config, tokenizer, articles, _ = t5_fsdp.load_data(args)
     lengths = torch.tensor([len(ids) for ids in articles["input_ids"]])
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
     batches = t5_fsdp.batches_on_device(articles, t5_fsdp.split_epoch(args, world, lengths, 1), collate, world)
-    model, optimizer = t5_fsdp.build(args, world, config)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=False)
-    return tokenizer, lambda: t5_fsdp.train_step(args, world, model, optimizer, scaler, next(batches))
+    trained = t5_fsdp.build(args, world, config)
+    return tokenizer, lambda: t5_fsdp.train_step(args, world, *trained, next(batches))
 
 
 def num_parameters(config):
@@ -340,6 +339,16 @@ def signal_in_step(script, rank, step, name="SIGKILL"):
     register_optimizer_step_post_hook(after_update)
 
 
+def stop_beside_workers(script, rank, step):
+    """A rank gets SIGTERM while worker processes make T5's next batches, as they do for a GPU."""
+    script.DataLoader = functools.partial(make_workers, script.DataLoader)
+    signal_in_step(script, rank, step, "SIGTERM")
+
+
+def make_workers(loader_class, *arguments, **options):
+    return loader_class(*arguments, **options | {"num_workers": 2})
+
+
 def kill_in_save(script, rank, number):
     """A rank dies in its save of that number, when its own shards are written and `.metadata` is not."""
     saves = itertools.count(1)
@@ -355,11 +364,6 @@ def kill_in_save(script, rank, number):
     torch.distributed.checkpoint.FileSystemWriter.write_data = write_and_die
 
 
-def pretend_torch(script, version):
-    """An older one."""
-    torch.__version__ = TorchVersion(version)
-
-
 def pretend_memory(script, gigabytes):
     """The machine has so much, or so little."""
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 2**30 // 4096}
@@ -371,11 +375,11 @@ def full_disk_in_export(script, number):
     exports = itertools.count(1)
     export = script.common.export
 
-    def export_and_fail(model, tokenizer, folder, world):
+    def export_and_fail(model, empty, tokenizer, folder, world):
         if next(exports) == number:
             tokenizer = mock.Mock()
             tokenizer.save_pretrained.side_effect = OSError("No space left on device")
-        export(model, tokenizer, folder, world)
+        export(model, empty, tokenizer, folder, world)
 
     script.common.export = export_and_fail
 
@@ -409,11 +413,10 @@ def out_of_memory(script, rank, strategy):
 
 def capture_graphs(script):
     """--compile captures and runs graphs, but makes no machine code of them, which takes a minute."""
-    run_graph = torch._dynamo.lookup_backend("aot_eager")
 
     def count_graph(graph, inputs):
         print("graph captured", file=sys.stderr, flush=True)
-        return run_graph(graph, inputs)
+        return graph.forward
 
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=count_graph)
 
@@ -428,7 +431,7 @@ def record_model(script):
         loads.append(arguments)
         return load_model(*arguments)
 
-    def record_and_validate(args, world, model, *rest):
+    def record_and_validate(args, world, model, *rest, **options):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         seen = {
             "sums": torch.stack([shard.detach().double().sum() for shard in shards]),
@@ -437,7 +440,7 @@ def record_model(script):
             "loads": len(loads),
         }
         torch.save(seen, args.output_dir / f"model-{world.rank}.pt")
-        return validate(args, world, model, *rest)
+        return validate(args, world, model, *rest, **options)
 
     script.load_model = count_and_load
     script.validate = record_and_validate

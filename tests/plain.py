@@ -9,12 +9,9 @@ from inside import t5_steps
 
 
 def adamw(model, weight_decay):
-    """As the LM script has it: of what is trained, matrices decay and vectors do not."""
+    """As the LM script has it: all that is trained decays."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.dim() > 1]
-    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    return torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=weight_decay)
 
 
 def cross_entropy(model, batch):

@@ -1,9 +1,9 @@
-"""After a change of the scripts: gives the diffs of docs/your-model-and-data.md their new places in them.
+"""After a change of the scripts: gives the diffs in docs/recipes/ their new places in them.
 
     python tests/reanchor.py
 
 A diff whose lines are still there is written anew; one that no longer applies is named, and stays as it is. Read what
-changed on the page: a diff has one line of context, so it can also apply in a wrong place.
+changed: a diff has one line of context, so it can also apply in a wrong place.
 """
 
 import re
@@ -13,21 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "your-model-and-data.md"
-
-
-def recipes(changed=None):
-    """The diffs of the page by the titles of their sections; writes those in `changed` into the page."""
-    page = PAGE.read_text()
-    diffs = {}
-    for title, section in re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", page, re.M | re.S):
-        for diff in re.findall(r"^```diff\n(.+?)^```$", section, re.M | re.S):
-            diffs[title] = diff
-    if changed:
-        for title, diff in changed.items():
-            page = page.replace(diffs[title], diff)
-        PAGE.write_text(page)
-    return diffs
+RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
 
 
 def reanchor(diff):
@@ -49,7 +35,11 @@ def reanchor(diff):
 
 
 if __name__ == "__main__":
-    fresh = {title: reanchor(diff) for title, diff in recipes().items()}
-    recipes({title: diff for title, diff in fresh.items() if diff})
-    failed = [title for title, diff in fresh.items() if not diff]
+    failed = []
+    for name, path in RECIPES.items():
+        fresh = reanchor(path.read_text())
+        if fresh:
+            path.write_text(fresh)
+        else:
+            failed.append(name)
     sys.exit(f"no longer apply: {', '.join(failed)}" if failed else 0)

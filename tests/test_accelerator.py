@@ -29,7 +29,7 @@ def run_on(device, script, settings, processes):
     options = {"device": device, "change": ("compute_in_fp32",), "fork": device == "cpu"}
     finished = run_many(script, arguments, processes, **options)
     if device != "cpu":
-        assert len(re.findall(rf" {processes} process(?:es)? on {FOUND.type},", finished.stdout)) == len(settings)
+        assert len(re.findall(rf" {processes} x {FOUND.type},", finished.stdout)) == len(settings)
     return finished.stdout
 
 
@@ -88,11 +88,8 @@ def lm_settings(processes):
         if processes > 1:
             ways[strategy] = ("--sharding-strategy", strategy, "--shards-per-replica", 2, "--no-save-model")
 
-    found = with_versions(ways)
-    if processes == 1:
-        del found["FSDP1 offload"]  # refused: with one shard FSDP1 would not resume rightly
     replicas = ("--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1, "--no-save-model")
-    return found | {"replicas": replicas, "replicas, offload": (*replicas, "--cpu-offload")}
+    return ways | {"replicas": replicas, "replicas, offload": (*replicas, "--cpu-offload")}
 
 
 @pytest.fixture(scope="module", params=PROCESSES)
@@ -111,24 +108,20 @@ def test_every_strategy_of_the_lm_has_the_losses_of_the_cpu(lm_runs):
     root, processes = lm_runs
     check_like_the_cpu(root, lm_settings(processes), "loss", "grad_norm", "val_loss")
     # Offloaded shards, and the optimizer's two numbers for each, are in the CPU's memory, not in the device's.
-    saved = curve(root / "FSDP2 saving", "peak_gb")[-1] - curve(root / "FSDP2 offload", "peak_gb")[-1]
+    saved = curve(root / "saving", "peak_gb")[-1] - curve(root / "offload", "peak_gb")[-1]
     assert saved > 0.7 * 12 * lm_num_parameters("tiny", 2048) / processes / 2**30
 
 
 @pytest.mark.long
 def test_the_lm_resumes_to_the_bit_and_across_devices(lm_runs, tmp_path):
-    """And it says what is drawn anew."""
     root, processes = lm_runs
     plain = (*LM, "--no-save-model")
     settings = {root / "cpu": plain}
     for name, flags in lm_settings(processes).items():
         if "--checkpoint-every" in flags:
             settings[root / name] = (*LM, *flags)
-    printed = check_resume(FOUND.type, "lm_multinode.py", settings, processes, tmp_path)
-    assert len(re.findall("^ +saved on cpu: dropout", printed, re.M)) == 1
-
-    printed = check_resume("cpu", "lm_multinode.py", {root / "FSDP2 saving": plain}, processes, tmp_path / "back")
-    assert f"saved on {FOUND.type}: dropout" in printed
+    check_resume(FOUND.type, "lm_multinode.py", settings, processes, tmp_path)
+    check_resume("cpu", "lm_multinode.py", {root / "saving": plain}, processes, tmp_path / "back")
 
 
 @pytest.mark.long
@@ -182,9 +175,7 @@ def test_t5_has_the_losses_and_summaries_of_the_cpu_and_resumes(processes, tiny_
     check_like_the_cpu(root, ways, "loss", "grad_norm", "val_loss", "rougeL")
 
     saved = {root / name: (*flags, *ways.get(name, ())) for name in ("FSDP1 saving", "FSDP2 saving", "cpu")}
-    printed = check_resume(FOUND.type, "t5_fsdp.py", saved, processes, tmp_path / "resumed")
-    assert printed.count("keeps everything\n") == 2
-    assert printed.count("keeps all but dropout's random numbers\n") == 1
+    check_resume(FOUND.type, "t5_fsdp.py", saved, processes, tmp_path / "resumed")
 
 
 # ---- MNIST -----------------------------------------------------------------------------------------------------------
@@ -208,24 +199,23 @@ def test_mnist_has_the_losses_of_the_cpu(processes, small_mnist, tmp_path):
 def test_python_alone_starts_a_process_for_each_device(tmp_path):
     flags = ("--max-steps", 1, "--num-validation-texts", 3, "--output-dir", tmp_path)
     printed = succeed("lm_multinode.py", *flags, device="auto").stdout
-    assert re.search(rf" {DEVICES} process(?:es)? on {FOUND.type},", printed)
+    assert re.search(rf" {DEVICES} x {FOUND.type},", printed)
 
 
 @pytest.mark.long
 def test_the_comparison_leaves_the_device_to_its_second_half(small_mnist, tmp_path):
-    """Each half is in processes of its own; the launching one never touches the device."""
+    """Which, on one device, is the launching process: it has not touched the device before."""
     flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--batch-size", 16, "--epochs", 1, "--model", "shallow")
     printed = succeed("mnist_fsdp.py", *flags, "--output-dir", tmp_path, device="auto").stdout
-    assert len(re.findall("^torchrun --standalone --nproc_per_node", printed, re.M)) == 2
+    assert len(re.findall("^torchrun --standalone --nproc_per_node", printed, re.M)) == min(DEVICES, 2)
     assert [row["mode"] for row in records(tmp_path, "loss")] == ["local", "fsdp"]
 
 
 @pytest.mark.long
 def test_fsdp1_does_not_offload_what_is_not_sharded(tmp_path):
     """It would resume with other weights, in silence."""
-    flags = ("--fsdp-version", 1, "--cpu-offload", "--num-processes", 1, "--output-dir", tmp_path)
-    for script, more in (("lm_multinode.py", ()), ("t5_fsdp.py", ("--num-train-samples", 100))):
-        finished = run(script, *flags, *more, device="auto")
-        assert finished.returncode == 2
-        assert re.search("error: .*--cpu-offload.*--fsdp-version 2", finished.stderr)
-        assert "Traceback" not in finished.stderr
+    flags = ("--fsdp-version", 1, "--cpu-offload", "--num-processes", 1, "--num-train-samples", 100)
+    finished = run("t5_fsdp.py", *flags, "--output-dir", tmp_path, device="auto")
+    assert finished.returncode == 2
+    assert re.search("error: .*--fsdp-version 2", finished.stderr)
+    assert "Traceback" not in finished.stderr

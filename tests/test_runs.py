@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import pytest
-from conftest import CLOSE, ROOT, SAVE_ON_CPU, VERSIONS, curve, fsdp, make_llama, records, run, run_many, succeed
+from conftest import CLOSE, ROOT, curve, make_llama, records, run, run_many, succeed
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
@@ -86,14 +86,14 @@ def test_the_xpu_script_learns_on_a_cpu(small_mnist, tmp_path):
 
 @pytest.mark.long
 def test_all_networks_are_compared(small_mnist, tmp_path):
-    """With FSDP1, for two epochs on files. With equal layers the peak of a process falls with its state."""
-    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--num-train-samples", 40, "--batch-size", 16)
-    flags += ("--epochs", 2, "--fsdp-version", 1, "--print-model", "--output-dir", tmp_path)
+    """With FSDP1, on files. With equal layers the peak of a process falls with its state."""
+    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--num-train-samples", 32, "--batch-size", 16)
+    flags += ("--epochs", 1, "--fsdp-version", 1, "--print-model", "--output-dir", tmp_path)
     finished = succeed("mnist_fsdp.py", *flags, timeout=1200)
     sizes = {"layers": 51_451_274, "deep": 94_104_234, "shallow": 1_199_882}
     rows = records(tmp_path, "loss")
-    expected = itertools.product((("local", 1), ("fsdp", 2)), sizes, (1, 2))
-    assert [((row["mode"], row["processes"]), row["network"], row["epoch"]) for row in rows] == list(expected)
+    expected = itertools.product((("local", 1), ("fsdp", 2)), sizes)
+    assert [((row["mode"], row["processes"]), row["network"]) for row in rows] == list(expected)
     for row in rows:
         state = 16 * sizes[row["network"]] / row["processes"] / 2**30
         assert row["state_gb"] == pytest.approx(state, rel=0.02)
@@ -102,9 +102,8 @@ def test_all_networks_are_compared(small_mnist, tmp_path):
     assert finished.stdout.count("(fc1): FullyShardedDataParallel(") == len(sizes)
 
     lines = rows_of(finished.stdout)
-    last_epochs = [lines[number] for network in range(3) for number in (2 * network + 1, 2 * network + 7)]
-    assert lines[12:] == last_epochs
-    local, sharded = rows[1], rows[7]
+    assert lines[6:] == [lines[number] for network in range(3) for number in (network, network + 3)]
+    local, sharded = rows[0], rows[3]
     if not math.isnan(local["peak_gb"]):  # which not every system tells
         assert local["peak_gb"] - sharded["peak_gb"] > (local["state_gb"] - sharded["state_gb"]) / 4
 
@@ -198,7 +197,7 @@ def test_python_starts_t5_and_its_lines_say_what_runs(tmp_path):
     finished = succeed("t5_fsdp.py", *flags, "--output-dir", tmp_path)
     assert re.search(torchrun_command(2, "t5_fsdp.py", flags), finished.stdout, re.MULTILINE)
     size = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "best").num_parameters()
-    facts = ["2 processes on cpu", torch.__version__, "FSDP2", "FULL_SHARD", f"{size:,}", "10,000", "metrics.jsonl"]
+    facts = ["2 x cpu", torch.__version__, "FSDP2", "FULL_SHARD", f"{size:,}", "10,000", "metrics.jsonl"]
     last = records(tmp_path, *ROUGE)[-1]
     facts += [f"{name} {last[name]:.4f}" for name in ROUGE]
     facts += ["\narticle ", "\nreference ", "\nsummary "]
@@ -232,7 +231,7 @@ def test_the_lm_learns_and_exports_what_it_trained(tmp_path):
     model = tmp_path / "model"
     assert lm_loss(model, 128, 50) == pytest.approx(last["val_loss"], **CLOSE)
     size = AutoModelForCausalLM.from_pretrained(model).num_parameters()
-    facts = ("2 processes on cpu", torch.__version__, "FULL_SHARD", f"{size:,}", f"{last['val_loss']:.4f}", str(model))
+    facts = ("2 x cpu", torch.__version__, "FULL_SHARD", f"{size:,}", f"{last['val_loss']:.4f}", str(model))
     for fact in facts:
         assert fact in finished.stdout
 
@@ -245,44 +244,36 @@ def test_the_documents_shapes_have_the_documents_parameters():
 @pytest.mark.long
 def test_pretrained_models_are_read_trained_and_exported(tmp_path):
     """As Llama 3.2's smaller ones: an output layer that is the embedding stays it, and every process has the scaled
-    frequencies of rank 0. Dropout has the same masks in both versions, whoever loaded the model."""
+    frequencies of rank 0. Dropout is on."""
     positions = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16}
     positions |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     changes = {"tie_word_embeddings": True, "rope_parameters": positions, "max_position_embeddings": 64}
     plain = make_llama(tmp_path / "plain", **changes)
     dropout = make_llama(tmp_path / "dropout", attention_dropout=0.5, **changes)
-    settings = []
-    for model, version in itertools.product((plain, dropout), VERSIONS):
-        folder = tmp_path / f"{model.name}{version}"
-        settings.append([*SMALL_LM, "--max-steps", 3, "--lr", 0.01, *fsdp(version), "--model", model])
-        settings[-1] += ["--output-dir", folder]
+    flags = (*SMALL_LM, "--max-steps", 3, "--lr", 0.01)
+    settings = [
+        [*flags, "--model", model, "--output-dir", tmp_path / f"{model.name}-run"] for model in (plain, dropout)
+    ]
     run_many("lm_multinode.py", settings, 2)
-    for version in VERSIONS:
-        first, last = records(tmp_path / f"plain{version}", "val_loss")
-        assert first["val_loss"] == pytest.approx(lm_loss(plain, 32, 3), **CLOSE)
-        assert last["val_loss"] < first["val_loss"] - 0.02
-        if version in SAVE_ON_CPU:
-            exported = tmp_path / f"plain{version}" / "model"
-            model = AutoModelForCausalLM.from_pretrained(exported)
-            assert model.lm_head.weight is model.model.embed_tokens.weight
-            assert lm_loss(exported, 32, 3) == pytest.approx(last["val_loss"], **CLOSE)
-    assert curve(tmp_path / "dropout1") == pytest.approx(curve(tmp_path / "dropout2"), **CLOSE)
-    assert abs(curve(tmp_path / "dropout2")[0] - curve(tmp_path / "plain2")[0]) > 1e-4
-
-
-def strategies_of(version):
-    return [name for name in inside.LM_STRATEGIES if version == 2 or name != "DILOCO"]
+    first, last = records(tmp_path / "plain-run", "val_loss")
+    assert first["val_loss"] == pytest.approx(lm_loss(plain, 32, 3), **CLOSE)
+    assert last["val_loss"] < first["val_loss"] - 0.02
+    exported = tmp_path / "plain-run" / "model"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert lm_loss(exported, 32, 3) == pytest.approx(last["val_loss"], **CLOSE)
+    assert abs(curve(tmp_path / "dropout-run")[0] - curve(tmp_path / "plain-run")[0]) > 1e-4
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("version, processes, shards", [(2, 4, 2)])
-def test_strategies_are_compared(tmp_path, tiny_llama, version, processes, shards):
+def test_strategies_are_compared(tmp_path, tiny_llama):
     """A row for each, least memory first: the state by its shards; the share of the peak by PaLM's formula."""
+    processes, shards = 4, 2
     flags = (*SMALL_LM, "--model", tiny_llama, "--compare-strategies", "--peak-tflops", 0.5, "--no-save-model")
-    flags += ("--shards-per-replica", shards, "--fsdp-version", version, "--output-dir", tmp_path)
+    flags += ("--shards-per-replica", shards, "--output-dir", tmp_path)
     finished = succeed("lm_multinode.py", *flags, processes=processes, fork=True)
     rows = records(tmp_path, "strategy")
-    assert [row["strategy"] for row in rows] == strategies_of(version)
+    assert [row["strategy"] for row in rows] == list(inside.LM_STRATEGIES)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     looked_up = model.model.embed_tokens.weight.numel()
     attention = 12 * model.config.num_hidden_layers * model.config.hidden_size * 32
@@ -299,17 +290,15 @@ def test_strategies_are_compared(tmp_path, tiny_llama, version, processes, shard
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("version", [2])
-def test_a_process_without_memory_ends_the_comparison_with_a_sentence(version, tiny_llama, tmp_path):
+def test_a_process_without_memory_ends_the_comparison_with_a_sentence(tiny_llama, tmp_path):
     """The other waits for it, and has no error. The rows of what fits are there."""
-    flags = (*SMALL_LM, "--model", tiny_llama, "--compare-strategies", "--no-save-model", "--fsdp-version", version)
-    flags += ("--output-dir", tmp_path)
+    flags = (*SMALL_LM, "--model", tiny_llama, "--compare-strategies", "--no-save-model", "--output-dir", tmp_path)
     change = ("out_of_memory", 1, "SHARD_GRAD_OP")
     finished = run("lm_multinode.py", *flags, processes=2, fork=True, change=change)
     assert finished.returncode == 2, finished.stderr
     assert len(re.findall("error: .*SHARD_GRAD_OP", finished.stderr)) == 1 and "Traceback" not in finished.stderr
     found = [row["strategy"] for row in records(tmp_path, "strategy")]
-    assert [*found, "SHARD_GRAD_OP"] == strategies_of(version)[: len(found) + 1]
+    assert [*found, "SHARD_GRAD_OP"] == list(inside.LM_STRATEGIES)[: len(found) + 1]
 
 
 # ---- How runs end ----------------------------------------------------------------------------------------------------

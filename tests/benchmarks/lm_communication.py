@@ -1,6 +1,6 @@
 """What lm_multinode.py's strategies send between two nodes, and what a slow network makes of it.
 
-    python tests/benchmarks/lm_communication.py [--turns 3] [--links "full speed" "1 Gbit/s"] [--fsdp-version 2]
+    python tests/benchmarks/lm_communication.py [--turns 3] [--links "full speed" "1 Gbit/s"]
 
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), train a Llama of 34 million parameters.
 The first table compares the bytes that cross from one node to the other in an optimizer step, by the network
@@ -73,9 +73,7 @@ def count_bytes(options) -> None:
     rows = []
     world = None
     for strategy, micro_batches in itertools.product(LM_STRATEGIES, (1, 4)):
-        if strategy == "DILOCO" and options.fsdp_version == 1:
-            continue
-        flags = ["--model", options.model, "--fsdp-version", options.fsdp_version, "--sharding-strategy", strategy]
+        flags = ["--model", options.model, "--sharding-strategy", strategy]
         args = parse("lm_multinode.py", *FLAGS, *flags, "--global-batch-size", 4 * micro_batches)
         world = world or set_up(args)
         config = transformers.AutoConfig.from_pretrained(args.model)
@@ -112,9 +110,9 @@ def launch(nodes, script: str, *flags) -> str:
 
 
 def main(folder: Path, options) -> None:
-    flags = ["--model", shared.write_llama(folder, list(topics.values())), "--fsdp-version", options.fsdp_version]
+    flags = ["--model", shared.write_llama(folder, list(topics.values()))]
     versions = f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
-    print(f"{versions}, 2 nodes of 2 processes, FSDP{options.fsdp_version}, fp32\n", flush=True)
+    print(f"{versions}, 2 nodes of 2 processes, fp32\n", flush=True)
     if options.bytes:
         with two_nodes() as nodes:
             print(launch(nodes, "tests/benchmarks/lm_communication.py", *flags), flush=True)
@@ -142,7 +140,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3, help="turns of each link, 0 for bytes only")
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
-    parser.add_argument("--fsdp-version", type=int, choices=(1, 2), default=2)
     parser.add_argument("--no-bytes", dest="bytes", action="store_false", help="without the first table")
     parser.add_argument("--model", help=argparse.SUPPRESS)  # for the processes on the nodes
     options = parser.parse_args()

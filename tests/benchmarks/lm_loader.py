@@ -1,10 +1,10 @@
-"""How many tokens a second one process of lm_multinode.py gets from its workers, beside what a GPU trains on.
+"""How many tokens a second one process of lm_multinode.py gets from its worker, beside what a GPU trains on.
 
-    python tests/benchmarks/lm_loader.py [--workers 1 2 4 8]
+    python tests/benchmarks/lm_loader.py
 
 The texts are paragraphs of Python's reference in random order, with lengths as in C4, in gzipped files of C4's format;
-the tokenizer is trained on them. Each row reads until all queues have been emptied several times. A worker needs a core
-of its own, and so does the process that trains. What a GPU needs is at 50% MFU, by the formula of the script.
+the tokenizer is trained on them. It reads until the worker's queue has been emptied several times. The worker needs a
+core of its own, and so does the process that trains. What a GPU needs is at 50% MFU, by the formula of the script.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import platform
 import random
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -24,6 +23,7 @@ import torch
 import shared
 
 from inside import (
+    MODULES,
     PEAK_TFLOPS,
     lm_config,
     lm_loader,
@@ -50,44 +50,40 @@ def write_texts(folder: Path, texts: int) -> None:
                 file.write(json.dumps({"text": text, "timestamp": "", "url": ""}) + "\n")
 
 
-def args_of(folder: Path, model: str, workers: int):
+def args_of(folder: Path, model: str):
     flags = ["--model", model, "--dataset", f"{folder}/*.json.gz", "--tokenizer", folder, "--seq-length", 1024]
-    flags += ["--micro-batch-size", 8, "--num-workers", workers, "--peak-tflops", PEAK_TFLOPS["H100"]]
+    flags += ["--micro-batch-size", 8, "--peak-tflops", PEAK_TFLOPS["H100"]]
     return parse("lm_multinode.py", *flags, "--num-validation-texts", 1)
 
 
-def rows(folder: Path, options, world):
+def row(folder: Path, batches: int, world) -> dict:
     needs = {}
     for model in ("150m", "1b"):  # of one H100 or H200, which compute bf16 equally fast
-        args = args_of(folder, model, 1)
+        args = args_of(folder, model)
         config, tokenizer = lm_config(args, world)
         config.vocab_size = 32_000
-        needs[f"{model} needs"] = 0.5 / lm_mfu_per_token_per_second(args, world, config)
+        empty = MODULES["lm_multinode.py"].empty_model(config)
+        needs[f"{model} needs"] = 0.5 / lm_mfu_per_token_per_second(args, world, empty)
 
-    for workers in options.workers:
-        args = args_of(folder, "150m", workers)
-        source, _ = lm_texts(args)
-        batches = lm_loader(args, tokenizer, rank=0, size=1, position=None, source=source)
-        for _ in range(16 * workers):  # start, and fill and empty the queues, which hold 8 each
-            next(batches)
-        count = options.batches * workers
-        began = time.perf_counter()
-        for _ in range(count):
-            next(batches)
-        rate = count * args.micro_batch_size * args.seq_length / (time.perf_counter() - began)
-        yield {"workers": workers, "tokens/s": rate} | needs
+    source, _ = lm_texts(args)
+    loader = lm_loader(args, tokenizer, rank=0, size=1, position=None, source=source)
+    for _ in range(16):  # start, and fill and empty the queue, which holds 8
+        next(loader)
+    began = time.perf_counter()
+    for _ in range(batches):
+        next(loader)
+    rate = batches * args.micro_batch_size * args.seq_length / (time.perf_counter() - began)
+    return {"tokens/s": rate} | needs
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--batches", type=int, default=64, help="of a worker, of 8 sequences")
+    parser.add_argument("--batches", type=int, default=64, help="of 8 sequences")
     parser.add_argument("--texts", type=int, default=8000, help="in each of eight files")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores
     torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1, backend="gloo")
     with tempfile.TemporaryDirectory() as scratch:
         write_texts(Path(scratch), options.texts)
         print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores\n")
-        shared.print_table(rows(Path(scratch), options, world_of()))
+        shared.print_table([row(Path(scratch), options.batches, world_of())])
     torch.distributed.destroy_process_group()

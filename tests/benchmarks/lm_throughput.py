@@ -1,7 +1,6 @@
 """Useful tokens per second of lm_multinode.py against two other ways to train the same model on the same cores.
 
     python tests/benchmarks/lm_throughput.py
-    python tests/benchmarks/lm_throughput.py --against FOLDER    # with the script in another checkout instead
 
 All train the same Llama (random weights) in the same precision, with the same number of sequences in a step, on the
 same texts: random words, with lengths as in C4 (480 tokens on average, half of them below 260, a long tail). They take
@@ -16,8 +15,7 @@ The code that circulates for the document steps the optimizer in nearly every mi
 processes in the global batch; here its accumulation is put right, which makes it faster. The useful share of what it
 computes, without pads, is counted over all texts.
 
-Other flags go to lm_multinode.py: `--sharding-strategy SHARD_GRAD_OP`, `--precision fp32`. --against runs both
-checkouts' lm_multinode.py by the command line; a turn is two steps, after two to warm up.
+Other flags go to lm_multinode.py: `--sharding-strategy SHARD_GRAD_OP`, `--precision bf16`.
 """
 
 import argparse
@@ -86,10 +84,7 @@ def our_steps(args, world, tokenizer):
 def plain_steps(args, world, tokenizer):
     """In a launch of one process."""
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     source, _ = lm_texts(args)
     batches = lm_loader(args, tokenizer, 0, 1, None, source)
     tokens = args.global_batch_size * args.seq_length
@@ -206,7 +201,6 @@ def main() -> None:
     parser.add_argument("--global-batch-size", type=int, default=32)
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS), help=f"among them {OURS}")
-    parser.add_argument("--against", type=Path, help="another checkout, to compare its lm_multinode.py with this one")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the processes
     parser.add_argument("--loop", help=argparse.SUPPRESS)
     options, more = parser.parse_known_args()
@@ -216,13 +210,8 @@ def main() -> None:
         worker(options, flags_of(options, more))
     with tempfile.TemporaryDirectory() as scratch:
         options.folder = Path(scratch)
-        flags = flags_of(options, more)
         write_c4_like(options.folder, count=4000)
-        if options.against:
-            turns = {"processes": options.processes, "turns": options.turns, "steps": 2}
-            shared.compare_checkouts(options.against, OURS, *flags, **turns)
-        else:
-            take_turns(options)
+        take_turns(options)
 
 
 if __name__ == "__main__":

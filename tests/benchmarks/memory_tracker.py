@@ -146,7 +146,7 @@ def record_peak(script) -> None:
 
         def make_and_note(*arguments):
             outer = make_outer(*arguments)
-            outer_tensors.extend([*outer.shared, *outer.momentum])
+            outer_tensors.extend([outer.shared, outer.momentum])
             return outer
 
         script.OuterOptimizer = make_and_note

@@ -1,12 +1,9 @@
-"""What the benchmarks share: runs of the scripts, also of another checkout's, made-up texts and models, tables."""
+"""What the benchmarks share: launches, metrics, made-up texts and models, tables."""
 
 import itertools
 import json
 import random
-import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -20,40 +17,9 @@ def torchrun(processes: int) -> list:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
-def run_script(script: str, *flags, processes: int | None = None, root: Path = ROOT) -> list[dict]:
-    """Run a script, under torchrun when `processes` is given; the records of its metrics.jsonl."""
-    start = torchrun(processes) if processes else [sys.executable]
-    with tempfile.TemporaryDirectory() as output:
-        command = [*start, root / script, *flags, "--output-dir", output]
-        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
-        return read_metrics(Path(output))
-
-
 def read_metrics(output: Path) -> list[dict]:
     """The records of a run."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def compare_checkouts(other: Path, script: str, *flags, processes: int, turns: int, steps: int) -> None:
-    """Print the tokens per second that `script` reports here and in another checkout, which take turns.
-
-    A turn is a run of twice `steps` steps by the command line; the second half counts.
-    """
-    flags = [*flags, "--log-every", steps, "--max-steps", 2 * steps, "--no-save-model"]
-    rates: dict[str, list[float]] = {"other": [], "this": []}
-    for _ in range(turns):
-        for name, root in (("other", other), ("this", ROOT)):
-            records = run_script(script, *flags, processes=processes, root=root)
-            speeds = [record["tokens/s"] for record in records if "tokens/s" in record]
-            rates[name].append(speeds[-1])
-
-    rows = []
-    for name, some in rates.items():
-        speed = statistics.median(some)
-        ratio = speed / statistics.median(rates["other"])
-        all_turns = " ".join(f"{rate:.0f}" for rate in some)
-        rows.append({"checkout": name, "tokens/s": speed, "of the other's": ratio, "turns": all_turns})
-    print_table(rows)
 
 
 def print_table(rows) -> None:

@@ -2,7 +2,6 @@
 
     python tests/benchmarks/t5_throughput.py
     python tests/benchmarks/t5_throughput.py --processes 1 --shape t5-base --batch-size 16    # on one GPU
-    python tests/benchmarks/t5_throughput.py --against FOLDER    # tokens/s of the script in another checkout instead
 
 Both train the same T5 (random weights) on the same articles of WikiHow's lengths (texts of 580 words on average,
 summaries of 60), with FSDP1, FULL_SHARD and the same number of processes and samples a step. They take turns in one
@@ -11,8 +10,6 @@ run; medians over the turns are printed. Only the loop differs:
     document     texts padded to 512 and summaries to 150 tokens, tokenized one by one in __getitem__ by two workers,
                  AdamW without fusion, `.item()` in every step
     t5_fsdp.py   its own train_step and loader
-
---against runs both checkouts' t5_fsdp.py by the command line, with their defaults.
 """
 
 import argparse
@@ -159,23 +156,15 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4, help="articles per process and step")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--against", type=Path, help="another checkout, to compare its t5_fsdp.py with this one")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the processes
     options = parser.parse_args()
     if options.folder:
         worker(options, flags_of(options, options.folder))
     with tempfile.TemporaryDirectory() as scratch:
-        flags = flags_of(options, Path(scratch))
         steps = (options.turns + 1) * options.steps
         write_articles(Path(scratch), int(1.2 * options.batch_size * options.processes * steps) + 100, options.shape)
-        if options.against:
-            turns = {"processes": options.processes, "turns": options.turns, "steps": options.steps}
-            for precision in options.precisions:
-                print(f"\n{precision}")
-                shared.compare_checkouts(options.against, "t5_fsdp.py", *flags, "--precision", precision, **turns)
-        else:
-            command = [*shared.torchrun(options.processes), *sys.argv, "--folder", scratch]
-            sys.exit(subprocess.run(command).returncode)
+        command = [*shared.torchrun(options.processes), *sys.argv, "--folder", scratch]
+        sys.exit(subprocess.run(command).returncode)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,8 @@ def predict(config, folder: Path) -> tuple[float, float | str]:
         peak = run.peak() / GB
     if config.is_encoder_decoder or hasattr(config, "num_experts"):  # of which the script would count all
         return peak, "-"
-    return peak, 0.4 / run.script.mfu_per_token_per_second(run.args, run.world, config)
+    empty = run.script.empty_model(config)
+    return peak, 0.4 / run.script.mfu_per_token_per_second(run.args, run.world, empty)
 
 
 def row_of(name: str) -> dict:

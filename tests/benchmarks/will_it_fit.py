@@ -12,8 +12,9 @@ edited. Batches have the full lengths of the flags. `--model` is a size that thi
 or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precision auto` is bf16.
 
 Attention holds what a GPU's flash or memory-efficient kernel holds; with `--attention cpu`, what PyTorch's kernels for
-CPUs do. With `--cpu-offload`, what is in the CPU's memory is left out. Not counted: the CUDA context and NCCL's
-buffers, the allocator's rounding and fragmentation; none of it was measured, as no GPU was at hand.
+CPUs do. With `--cpu-offload`, what is in the CPU's memory is left out. Not counted: validation, DiLoCo's outer
+step, the CUDA context and NCCL's buffers, the allocator's rounding and fragmentation; none of it was measured, as no
+GPU was at hand.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import transformers
@@ -71,7 +72,7 @@ def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedCo
     if args.model == "builtin":  # T5's, with as many words as its tokenizer learns
         with contextlib.redirect_stdout(io.StringIO()):
             articles, _ = script.common.load_articles(args.model, "text", "headline", args.max_summary_share)
-        return script.load_config_and_tokenizer(args, world, articles)[0]
+        return script.load_config_and_tokenizer(args, articles)[0]
 
     name = args.model.removeprefix("google-t5/")
     if name in T5:
@@ -83,8 +84,9 @@ def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedCo
     if name in llamas:
         shape = llamas[name] | {"vocab_size": vocabulary, "max_position_embeddings": args.seq_length}
         return transformers.LlamaConfig(**shape, attn_implementation=script.ATTENTION)
+    attention = getattr(script, "ATTENTION", None)  # T5 has none of its own
     try:
-        return transformers.AutoConfig.from_pretrained(args.model)
+        return transformers.AutoConfig.from_pretrained(args.model, attn_implementation=attention)
     except (OSError, ValueError) as error:
         fail(f"--model {args.model} cannot be read: {' '.join(str(error).split())}")
 
@@ -119,7 +121,7 @@ class Run:
         self.script = load_script(path)
         self.options = options
         self.args = self.script.parse_args()
-        if self.args.fsdp_version != 2:
+        if getattr(self.args, "fsdp_version", 2) != 2:
             fail("FSDP1 is not traced; leave --fsdp-version out")
         if self.args.precision == "auto":
             self.args.precision = "bf16"
@@ -130,8 +132,9 @@ class Run:
         self.world = self.script.common.World(0, 0, self.size, on_node, torch.device("cpu"))
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.size)
-        mesh = self.script.make_mesh(self.args, self.world)  # its numbers are real
-        self.script.make_mesh = lambda args, world: mesh
+        # Without fake tensors: a mesh has real numbers, and peft could not move an adapter to the meta device.
+        for name in ("init_device_mesh", "empty_model"):
+            setattr(self.script, name, unset_fake_temporarily()(getattr(self.script, name)))
         self.script.load_model = lambda args, config: None
         self.script.load_weights = lambda args, world, model, whole: model.to_empty(device="cpu")
         with mock.patch.object(self.script.common, "first_on_node", contextlib.nullcontext):
@@ -141,17 +144,23 @@ class Run:
 
     def make_model(self) -> None:
         """With its optimizer, and with DiLoCo's."""
-        self.fake = FakeTensorMode()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # empty_model makes others
         self.outer_state = []
         with self.fake:
-            self.model, self.optimizer = self.script.build(self.args, self.world, self.config)
+            self.model, self.optimizer = self.script.build(self.args, self.world, self.config)[:2]
             for parameter in self.model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()  # makes its state
             self.optimizer.zero_grad()
             if self.is_lm and self.args.sharding_strategy == "DILOCO":
                 outer = self.script.OuterOptimizer(self.args, self.world, self.model)
-                self.outer_state = [*outer.shared, *outer.momentum]
+                self.outer_state = [outer.shared, outer.momentum]
+
+    def print_what_is_left_out(self) -> None:
+        """Of a language model validation takes less than a step: its batches are as large, without gradients."""
+        if not self.is_lm and self.args.run_validation:
+            print(f"not counted: validation, which generates with --test-batch-size {self.args.test_batch_size}")
 
     def arguments(self) -> tuple:
         """What train_step gets besides model and optimizer: the longest batch that the flags allow."""
@@ -161,11 +170,15 @@ class Run:
             args.global_batch_size = self.global_batch_size or math.ceil(16 / smallest) * smallest  # as its main
             if args.global_batch_size % smallest != 0:
                 fail(f"--global-batch-size must be a multiple of {smallest}")
+            self.samples = f"sequences of {args.seq_length} tokens"
+            self.batch = f"{args.global_batch_size // smallest} x {args.micro_batch_size} {self.samples}"
             tokens = torch.ones(args.micro_batch_size, args.seq_length, dtype=torch.long)
             batch = {"input_ids": tokens, "labels": tokens.clone(), "positions": tokens.cumsum(1) - 1}  # of a recipe
             return (itertools.repeat((batch, None)),)
 
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
+        self.samples = f"articles of {source} tokens and summaries of {target}"
+        self.batch = f"{args.accumulation_steps} x {args.batch_size} {self.samples}"
         samples = args.batch_size * args.accumulation_steps
         words = torch.ones(samples, source, dtype=torch.long)
         batch = {"input_ids": words, "attention_mask": words.clone()}
@@ -265,7 +278,8 @@ def sweep(options, flags: list[str]):
     values = values.split(",") if values else list(load_script(options.script).RESHARD)
     for value in values:
         with traced(options.script, [*flags, f"--{name}", value], options) as run:
-            yield {name: value} | run.row()
+            yield {name: value} | run.row() | {"batch": run.batch}
+    run.print_what_is_left_out()
 
 
 MODELS = {  # of the page's table: script and flags
@@ -317,10 +331,13 @@ def main() -> None:
     with traced(options.script, more, options) as run:
         if options.device_gb:
             [largest] = run.largest_batches([options.device_gb])
-            print(f"largest batch of a process, with a tenth to spare: {largest}")
+            run.print_what_is_left_out()
+            print(f"largest batch of a process with a tenth to spare, of {run.samples}: {largest}")
             return
         row = run.row()
     print_table([row])
+    print(f"counted: a training step of {run.batch} in a process")
+    run.print_what_is_left_out()
     total = row["sum, GB"]
     sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if total < USABLE * size]
     fits = f"GPUs of {sizes[0]} GB or more" if sizes else "no GPU of up to 192 GB"
