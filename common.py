@@ -463,9 +463,10 @@ def save_checkpoint(folder: Path, progress: dict, model, optimizer, world, extra
         state, _ = training_state(model, optimizer, world, extra, replica)
         dcp.save(state, checkpoint_id=path)
     except (OSError, dcp.api.CheckpointException) as error:
+        free = shutil.disk_usage(folder).free / 2**30  # PyTorch may say "unexpected pos" instead
         shutil.rmtree(path, ignore_errors=True)  # half of one would keep a full disk full
         cause = str(error).strip().splitlines()[-1]  # above it are the tracebacks of all ranks
-        raise UserError(f"could not save {path}: {cause}") from error
+        raise UserError(f"could not save {path}, where {free:.3f} GB are free: {cause}") from error
 
     if world.rank == 0:
         for old in finished_checkpoints(folder)[:-2]:
