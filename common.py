@@ -620,7 +620,8 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         datasets.disable_progress_bars()
     kinds = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     kind = kinds.get(Path(name).suffix.lower())
-    source = {"path": name.partition(":")[0], "name": name.partition(":")[2] or None}
+    hub_name, _, config = name.partition(":")
+    source = {"path": hub_name, "name": config or None}
     if kind:
         source = {"path": kind, "data_files": name}
     try:

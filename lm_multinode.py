@@ -274,8 +274,8 @@ class OuterOptimizer:
         for weight, part in zip(self.weights, parts, strict=True):
             weight.copy_(part.view_as(weight))
 
-    def checkpoint(self) -> dict:
-        """What a checkpoint needs besides: replicas train apart, so it holds each."""
+    def state(self) -> dict:
+        """What a checkpoint needs besides, for `common`: replicas train apart, so it holds each."""
         tensors = {"shared": self.shared, "momentum": self.momentum}
         return {"extra": tensors, "replica": 1 + self.number}
 
@@ -712,15 +712,16 @@ def is_due(args, step: int, every: int) -> bool:
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
-def resume(args, world, checkpoint, model, optimizer, outer, log) -> tuple[int, dict | None]:
+def resume(
+    args, world, checkpoint, model, optimizer, outer_state: dict, log
+) -> tuple[int, dict | None]:
     """The step after which a checkpoint was saved, and this rank's position in the data."""
     progress = common.read_progress(checkpoint, args, MUST_MATCH)
-    if outer and progress["mesh"] != list(mesh_shape(args, world)):
+    if outer_state and progress["mesh"] != list(mesh_shape(args, world)):
         raise common.UserError(
             f"{checkpoint} has other replicas or shards; DILOCO cannot resume it"
         )
-    extra = outer.checkpoint() if outer else {}
-    common.load_checkpoint(checkpoint, model, optimizer, world, **extra)
+    common.load_checkpoint(checkpoint, model, optimizer, world, **outer_state)
     log.print(f"resumed  from step {progress['step']}")
 
     positions = progress["data_positions"]
@@ -769,15 +770,17 @@ def main(args, world):
         return
     model, optimizer = build(args, world, config)
     outer = None
+    outer_state = {}
     if args.sharding_strategy == "DILOCO":
         outer = OuterOptimizer(args, world, model)
+        outer_state = outer.state()
 
     # Where the last run stopped
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
     first = 0
     position = None
     if checkpoint:
-        first, position = resume(args, world, checkpoint, model, optimizer, outer, log)
+        first, position = resume(args, world, checkpoint, model, optimizer, outer_state, log)
     else:
         validate(args, world, model, sequences, log, step=0)
     batches = batches_on_device(args, world, source, tokenizer, position)
@@ -786,10 +789,10 @@ def main(args, world):
     share = mfu_per_token_per_second(args, world, empty)
     stop = common.StopRequest()
     local_steps = args.local_steps if outer else 1
-    log_group = outer.own_replica if outer else None  # a row shows the first replica
+    log_group = outer.own_replica if outer else None  # a line shows the first replica
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
-    totals = torch.zeros(2, device=world.device)  # since the last row: summed loss, its tokens
-    last_row = first
+    totals = torch.zeros(2, device=world.device)  # since the last line: summed loss, its tokens
+    last_logged = first
     start = time.perf_counter()
 
     steps = range(first + 1, args.max_steps + 1)
@@ -812,7 +815,7 @@ def main(args, world):
         if log_now:
             all_loss, num_tokens = common.sum_over_ranks(totals, log_group)
             loss = all_loss / num_tokens
-            speed = step_tokens * (step - last_row) / (time.perf_counter() - start)
+            speed = step_tokens * (step - last_logged) / (time.perf_counter() - start)
             norm = grad_norm.item()
             memory = common.peak_memory(world.device)
             line = (
@@ -826,7 +829,7 @@ def main(args, world):
             log.print(line)
             log.write(**record, **memory)
             totals.zero_()
-            last_row = step
+            last_logged = step
 
         if save_now:
             positions = [None] * world.size
@@ -837,8 +840,9 @@ def main(args, world):
                 "mesh": mesh_shape(args, world),
                 "settings": vars(args),
             }
-            extra = outer.checkpoint() if outer else {}
-            common.save_checkpoint(args.output_dir, progress, model, optimizer, world, **extra)
+            common.save_checkpoint(
+                args.output_dir, progress, model, optimizer, world, **outer_state
+            )
         if stop_now and step < args.max_steps:
             log.print(f"stopped  on request at step {step}, all saved; --resume goes on")
             return

@@ -314,11 +314,12 @@ NUM_SCORED = 100  # articles whose summaries are generated and scored
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
     torch.manual_seed(args.seed)
-    kind = AutoModelForSeq2SeqLM
     if args.model == "builtin":
-        model = kind.from_config(config, dtype=torch.float32)
+        model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
     else:
-        model = kind.from_pretrained(args.model, config=config, dtype=torch.float32)
+        model = AutoModelForSeq2SeqLM.from_pretrained(
+            args.model, config=config, dtype=torch.float32
+        )
     return model.train()  # a pretrained one comes in eval()
 
 
@@ -560,8 +561,8 @@ def main(args, world):
     )
 
     # Model
-    is_too_small = world.size == 1 or world.device.type == "cpu"
-    if args.fsdp_version == 1 and args.cpu_offload and is_too_small:
+    fsdp1_offloads = args.fsdp_version == 1 and args.cpu_offload
+    if fsdp1_offloads and (world.size == 1 or world.device.type == "cpu"):
         raise common.UserError(
             "FSDP1 offloads from GPUs only, and resumes wrongly on one; use --fsdp-version 2"
         )

@@ -333,7 +333,7 @@ def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations_does(chat
 
 
 @pytest.mark.long
-def test_only_answers_are_learned(chat):
+def test_only_answers_are_learned(chat, tmp_path):
     """To their ends, or to where they are cut off. A conversation may begin with an assistant, who has no prompt then;
     of a block of records none may have an answer."""
     script, flags, tokenizer = chat
@@ -351,6 +351,13 @@ def test_only_answers_are_learned(chat):
     [cut_off] = learned_of(5 * [question, answer])
     assert (5 * said).startswith(cut_off) and len(said) < len(cut_off) < 5 * len(said)
 
+    no_template = AutoTokenizer.from_pretrained(args.model)
+    no_template.chat_template = None
+    with pytest.raises(UserError, match="EXAMPLE_TEMPLATE"):
+        lm_held_out(args, no_template, script=script)
+    finished = run_many(script.__file__, [[*flags, "--seq-length", 4, "--output-dir", tmp_path]], 1, check=False)
+    assert finished.returncode == 2 and re.search("error: .*answer.*--seq-length", finished.stderr)
+
     # As Qwen3's, which takes the thoughts out of earlier answers.
     changes_earlier = AutoTokenizer.from_pretrained(args.model)
     changes_earlier.chat_template = "{{ messages | length }} " + TEMPLATE
@@ -361,9 +368,12 @@ def test_only_answers_are_learned(chat):
 @pytest.mark.long
 def test_a_chat_model_trains_with_lora(chat, tmp_path):
     script = patched(tmp_path / "copy", "lm-chat", "lm-lora") / "lm_multinode.py"
+    whole = tmp_path / "model" / "model.safetensors"  # of an earlier run into this folder
+    whole.parent.mkdir()
+    whole.touch()
     run_many(script, [[*chat[1], "--output-dir", tmp_path]], 2)
     assert len(curve(tmp_path)) == STEPS
-    assert (tmp_path / "model" / "adapter_model.safetensors").exists()
+    assert whole.with_name("adapter_model.safetensors").exists() and not whole.exists()
 
 
 # ---- Numbers, and tools to watch them --------------------------------------------------------------------------------

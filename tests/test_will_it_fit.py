@@ -8,6 +8,7 @@ from argparse import Namespace
 import pytest
 import will_it_fit
 from conftest import ROOT, run_many
+from test_recipes import patched
 
 from inside import LM_READS_THE_LOSS, LM_WIDER
 
@@ -16,6 +17,8 @@ PAGE = (ROOT / "docs" / "will-it-fit.md").read_text()
 GPU = Namespace(vocabulary=32_000, per_node=8, attention="gpu")
 STEPS = ("--max-steps", 3, "--no-save-model", "--precision", "fp32")
 LM = (*STEPS, "--seq-length", 128, "--micro-batch-size", 4, "--num-validation-texts", 3)
+T5 = (*STEPS, "--no-run-validation", "--num-train-samples", 64, "--batch-size", 2)
+T5 = (*T5, "--max-source-length", 16, "--max-target-length", 8)  # every article and summary is longer
 ZERO2 = ("--sharding-strategy", "SHARD_GRAD_OP")
 CASES = (
     ("--precision", "bf16", "--activation-checkpointing", "--global-batch-size", 16),
@@ -45,12 +48,21 @@ def test_the_prediction_is_what_a_real_step_holds(tmp_path):
 @pytest.mark.long
 def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv, tmp_path):
     """The last one is the model that the script makes itself."""
-    t5 = (*STEPS, "--no-run-validation", "--num-train-samples", 64, "--batch-size", 2)
-    t5 += ("--max-source-length", 16, "--max-target-length", 8)  # every article and summary is longer
-    tiny = (*t5, "--model", tiny_model, "--dataset", articles_csv)
+    tiny = (*T5, "--model", tiny_model, "--dataset", articles_csv)
     grad_bf16 = ("--precision", "grad-bf16", "--accumulation-steps", 2)
-    ways = [(*tiny, *grad_bf16, *ZERO2), (*t5, "--activation-checkpointing", "--backward-prefetch", "none")]
+    ways = [(*tiny, *grad_bf16, *ZERO2), (*T5, "--activation-checkpointing", "--backward-prefetch", "none")]
     check("t5_fsdp.py", ways, 2, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["t5-lora", "lm-lora"])
+def test_frozen_weights_have_no_gradients(name, tiny_model, tiny_llama, articles_csv, tmp_path):
+    """In a copy with LoRA."""
+    copy = patched(tmp_path / "copy", name)
+    if name == "lm-lora":
+        check(copy / "lm_multinode.py", [(*LM, "--model", tiny_llama, "--global-batch-size", 16)], 2, tmp_path)
+    else:
+        check(copy / "t5_fsdp.py", [(*T5, "--model", tiny_model, "--dataset", articles_csv)], 2, tmp_path)
 
 
 @pytest.mark.long
@@ -76,6 +88,7 @@ def test_sweeps_offload_and_the_largest_batch():
     assert float(one[4]) > 3 * float(four[4])
     assert float(one[5]) < float(four[5])
     assert offloaded[:2] == [" 0 ", " 0 "]  # parameters and optimizer are in the CPU's memory
+    assert "4 sequences of 128 tokens" in printed  # what it has counted
     assert int(re.search(r"^largest batch .* (\d+)$", printed, re.M)[1]) > 4
     for command, word in (("lm_multinode.py --model absent", "absent"), ("t5_fsdp.py --fsdp-version 1", "FSDP1")):
         assert word in run_many(TOOL, [command.split()], check=False).stderr.splitlines()[-1]
