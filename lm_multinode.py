@@ -250,7 +250,8 @@ class OuterOptimizer:
         self.own_replica = mesh.get_group("shard")
         self.number = mesh.get_local_rank("replicate")
         # Of this rank's shards. The weights are views: to write into them is to change the model.
-        self.weights = [parameter.detach().to_local() for parameter in model.parameters()]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.weights = [parameter.detach().to_local() for parameter in trained]
         self.shared = self.flat_weights()
         self.momentum = torch.zeros_like(self.shared)
 
@@ -555,6 +556,7 @@ def validate(args, world, model, sequences: dict, log, step: int):
 PEAK_TFLOPS = {
     "GB200": 2500,
     "B200": 2250,
+    "H200 NVL": 835,
     "H200": 989,
     "H100 PCIe": 756,
     "H100 NVL": 835,
@@ -806,6 +808,7 @@ def main(args, world):
 
         replicas_meet = is_due(args, step, local_steps)  # DiLoCo's wait for each other only here
         if outer and replicas_meet:
+            optimizer.zero_grad()  # makes room for the outer gradient
             outer.step()
         stop_now = replicas_meet and stop.on_any_rank()
         save_now = stop_now or is_due(args, step, args.checkpoint_every)

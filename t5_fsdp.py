@@ -132,6 +132,10 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
 def shard_with_fsdp1(args, world, config) -> nn.Module:
     """Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit."""
+    if args.cpu_offload and (world.size == 1 or world.device.type == "cpu"):
+        raise common.UserError(
+            "FSDP1 offloads from GPUs only, and resumes wrongly on one; use --fsdp-version 2"
+        )
     with common.first_on_node(world):
         model = load_model(args, config)  # on every rank's CPU; FSDP moves it unit by unit
     mesh = init_device_mesh(world.device.type, (world.size,))
@@ -561,11 +565,6 @@ def main(args, world):
     )
 
     # Model
-    fsdp1_offloads = args.fsdp_version == 1 and args.cpu_offload
-    if fsdp1_offloads and (world.size == 1 or world.device.type == "cpu"):
-        raise common.UserError(
-            "FSDP1 offloads from GPUs only, and resumes wrongly on one; use --fsdp-version 2"
-        )
     empty = empty_model(config)
     size = common.check_that_it_fits(empty, world.size, world, args.cpu_offload)
     log.print(f"model    {args.model}, {size}")

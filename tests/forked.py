@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -28,7 +27,6 @@ from unittest import mock
 FOLDER = Path(__file__).parent
 OURS = [*(path.stem for path in FOLDER.parent.glob("*.py")), "inside"]
 CONTEXT = multiprocessing.get_context("forkserver")
-ONE_LAUNCH = threading.Lock()  # multiprocessing looks after the children of all threads in each, and not safely
 # No system hands these out by itself, so one that is free stays free. Each is used once.
 PORTS = itertools.count(os.getpid() * 97)
 
@@ -105,7 +103,7 @@ def launch(script, settings, processes, environment, timeout, change=(), per_nod
         for rank in range(processes):
             of_rank = shared | {"RANK": rank, "LOCAL_RANK": rank % per_node}
             environments.append(environment | {name: str(value) for name, value in of_rank.items()})
-    with ONE_LAUNCH, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         for path in outputs:
             path.touch()

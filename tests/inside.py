@@ -48,7 +48,7 @@ builtin_article = common.builtin_article
 train_tokenizer = common.train_tokenizer
 
 
-# A user's own script, in which a process crashes or is killed while the others wait for it.
+# A user's own script, in which all are given bad input, or one is killed or crashes while the other waits for it.
 SMALL_SCRIPT = """
 import argparse, os, signal, sys
 import common
@@ -59,6 +59,8 @@ def main(args, world):
     total = common.torch.ones(1)
     common.dist.all_reduce(total)
     os.write(1, f"together {int(total)}\\n".encode())
+    if args.fate == "mistake":
+        raise common.UserError("a mistake")
     if args.fate == "killed" and world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if args.fate == f"crash {world.rank}":
@@ -79,36 +81,6 @@ def parse(script, *flags):
     argv = mock.patch.object(sys, "argv", [script, *map(str, flags)])
     with argv, mock.patch.object(common, "fail", side_effect=UserError):
         return MODULES[script].parse_args()
-
-
-def set_up_process_group(kind):
-    """What `setup` asks of PyTorch where there is an accelerator of this kind, or none."""
-    with (
-        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1"}),
-        mock.patch("torch.accelerator.device_count", return_value=1),
-        mock.patch("torch.accelerator.set_device_index"),
-        mock.patch("torch.set_num_threads") as set_threads,
-        mock.patch("torch.set_float32_matmul_precision") as set_precision,
-        mock.patch("torch.distributed.init_process_group") as init,
-    ):
-        common.setup(torch.device(kind) if kind else None)
-    precision = set_precision.call_args.args[0] if set_precision.called else None
-    return init.call_args.kwargs | {
-        "backend": init.call_args.args[0],
-        "threads": set_threads.call_args.args[0],
-        "matmul_precision": precision,
-    }
-
-
-def seconds_for_a_download():
-    """How long the other processes of a node wait for the first."""
-    with (
-        mock.patch("torch.distributed.new_group") as new_group,
-        mock.patch("torch.distributed.barrier"),
-        common.first_on_node(world_of()),
-    ):
-        pass
-    return new_group.call_args.kwargs["timeout"].total_seconds()
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
@@ -284,12 +256,6 @@ def t5_trainer(args, world):
     batches = t5_fsdp.batches_on_device(articles, t5_fsdp.split_epoch(args, world, lengths, 1), collate, world)
     trained = t5_fsdp.build(args, world, config)
     return tokenizer, lambda: t5_fsdp.train_step(args, world, *trained, next(batches))
-
-
-def num_parameters(config):
-    """Of the model that a script makes of a config."""
-    script = t5_fsdp if config.is_encoder_decoder else lm_multinode
-    return script.empty_model(config).num_parameters()
 
 
 # ---- Changes ---------------------------------------------------------------------------------------------------------
@@ -486,11 +452,9 @@ class Operators(TorchDispatchMode):
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_consecutive")
 
 
-def record_host_reads(script, read_the_loss=False):
-    """Write what each training step of this rank reads from the device to reads-RANK.json. read_the_loss: as a change
-    of the loss might do, with a print or an `if`."""
+def record_host_reads(script):
+    """Write what each training step of this rank reads from the device to reads-RANK.json."""
     train_step = script.train_step
-    summed_loss = script.summed_loss
     steps = []
 
     def see(operator, _):
@@ -504,14 +468,7 @@ def record_host_reads(script, read_the_loss=False):
         (args.output_dir / f"reads-{world.rank}.json").write_text(json.dumps(steps))
         return result
 
-    def read_loss(model, batch):
-        loss = summed_loss(model, batch)
-        float(loss.detach())
-        return loss
-
     script.train_step = recorded_step
-    if read_the_loss:
-        script.summed_loss = read_loss
 
 
 def record_collectives(script):

@@ -144,10 +144,10 @@ def test_the_printed_numbers_fit_the_printed_processes():
 
 
 @pytest.mark.long
-def test_sixteen_processes_on_two_nodes(small, tmp_path):
+def test_eight_processes_on_two_nodes(small, tmp_path):
     flags = ("--sharding-strategy", "HYBRID_SHARD", "--micro-batch-size", 1)
     command = Command("this test", "", "", "lm_multinode.py", flags)
-    check_that_all_train("lm_multinode.py", [command], small, tmp_path, 16, 8)
+    check_that_all_train("lm_multinode.py", [command], small, tmp_path, 8, 4)
 
 
 def test_no_command_is_overlooked():

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import datasets
 import numpy as np
 import pytest
-from conftest import CACHES, curve, losses, run_many, write_csv, write_mnist, write_shards
+from conftest import CACHES, curve, losses, run_many, write_csv, write_shards
 
 import inside
 
@@ -172,18 +172,6 @@ def test_other_formats_hold_the_same_texts(tmp_path, tokenizer, hub):
 
 
 @pytest.mark.long
-def test_a_worker_goes_on_exactly(tmp_path, tokenizer):
-    """It packs ahead, in a process of its own."""
-    args = lm_args(write_shards(tmp_path, [300]))
-    source, _ = inside.lm_texts(args)
-    for rank in (0, 1):
-        whole, positions = take(inside.lm_loader(args, tokenizer, rank, 2, None, source), 100)
-        for step in (4, 50):
-            rest, _ = take(inside.lm_loader(args, tokenizer, rank, 2, positions[step - 1], source), 15)
-            assert np.array_equal(rest, whole[step : step + 15])
-
-
-@pytest.mark.long
 def test_workers_that_are_not_forked(tmp_path):
     """As on macOS and, from Python 3.14, on Linux: what a worker calls reaches it as a pickle. Of the texts, which
     processes divide, only every second line is a record."""
@@ -235,18 +223,6 @@ def test_other_files_hold_the_same_articles(tmp_path):
     assert sorted(found[0]) == sorted((row["text"], row["headline"]) for row in rows)
     write_csv(tmp_path / "rows.csv", rows[:30])
     assert sum(len(part) for part in inside.t5_articles(tmp_path / "rows.csv")) == 30
-
-
-def test_builtin_summaries_cannot_be_copied():
-    """An article never names what is done, so that a model has to learn it."""
-    articles = [inside.builtin_article(number) for number in range(1000)]
-    assert articles[5] == inside.builtin_article(5)
-    assert len({article["title"] for article in articles}) == len(articles)
-    for article in articles:
-        words = set(re.findall(r"\w+", article["text"].lower()))
-        for step in article["headline"].split("\n"):
-            action, thing = step.rstrip(".").lower().split(" the ")
-            assert thing in words and action not in words
 
 
 def epoch_on(size, lengths, epoch=1):
@@ -311,24 +287,3 @@ def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
 
 
 # ---- Digits of mnist_fsdp.py -----------------------------------------------------------------------------------------
-def test_existing_mnist_is_read(small_mnist):
-    """As the pixels are, in the notebook's scale; and digits that are drawn again are the same for a seed."""
-    parts = inside.mnist_digits("--dataset", "mnist", "--data-dir", small_mnist, "--num-train-samples", 0)
-    for part, (count, seed) in zip(parts, ((192, 0), (100, 1)), strict=True):
-        images, labels = part[:]
-        drawn, wanted = inside.draw_digits(count, seed).tensors
-        pixels = (images * 0.3081 + 0.1307) * 255
-        assert pixels.shape == drawn.shape and (pixels - (drawn.clamp(0, 1) * 255).round()).abs().max() < 0.01
-        assert torch.equal(labels, wanted)
-        assert not torch.equal(labels, inside.draw_digits(count, seed + 2).tensors[1])
-
-
-@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
-def test_broken_mnist_is_named(name, tmp_path):
-    """Empty, or cut off in the header or in the data."""
-    path = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw" / name
-    content = path.read_bytes()
-    for left in (0, 1, 12, -5):
-        path.write_bytes(content[:left])
-        with pytest.raises(inside.UserError, match=str(tmp_path)):
-            inside.mnist_digits("--dataset", "mnist", "--data-dir", tmp_path)

@@ -204,13 +204,6 @@ def test_no_training_step_reads_the_device(three_steps, others, tmp_path):
         assert reads_of(tmp_path / str(number)) == [], way
 
 
-@pytest.mark.long
-def test_a_read_of_the_loss_would_be_seen(three_steps, tmp_path):
-    script, flags = three_steps
-    run_many(script, [[*flags, "--output-dir", tmp_path]], 2, change=("record_host_reads", True))
-    assert len(reads_of(tmp_path)) == 2 * 2 * 2  # ranks, steps, micro-batches
-
-
 # ---- --compile -------------------------------------------------------------------------------------------------------
 @pytest.mark.long
 def test_t5_is_compiled_into_graphs_and_keeps_the_losses(articles_csv, tmp_path):

@@ -37,7 +37,6 @@ from inside import (
     lm_held_out,
     lm_packed,
     load_module,
-    num_parameters,
     parse,
     t5_articles,
     t5_steps,
@@ -99,18 +98,6 @@ LM = (*LM, "--warmup-steps", STEPS)
 
 
 # ---- Models of the Hub -----------------------------------------------------------------------------------------------
-@pytest.mark.long
-def test_the_table_has_the_models_sizes():
-    from tried_shapes import MODELS
-
-    rows = re.findall(r"^\| (\S+/\S+) \| ([\d,]+) \| (\S+) \| (\S+) \|", PAGE.read_text(), re.M)
-    assert len(rows) >= 10
-    for name, *printed in rows:
-        config, file_bytes = MODELS[name]
-        count = num_parameters(config)
-        assert printed == [f"{count:,}", f"{count * file_bytes / 2**30:.4g}", f"{16 * count / 2**30:.4g}"], name
-
-
 @pytest.mark.long
 def test_models_of_the_hub_train(tiny_llama, tmp_path):
     """One that normalizes queries and keys, and one that attends to 32 tokens, and not one more."""

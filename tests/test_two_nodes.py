@@ -32,49 +32,38 @@ def nodes():
         yield made
 
 
-def run_on_two_nodes(nodes, per_node, settings, change=(), options=()):
-    """One real torchrun on each node; returns what both printed: rank 0 can be on either."""
+def run_on_two_nodes(nodes, settings, change=(), options=()):
+    """One real torchrun with one process on each node; returns what both printed: rank 0 can be on either."""
     settings = [[str(argument) for argument in arguments] for arguments in settings]
     arguments = (ROOT / "lm_multinode.py", json.dumps(settings), json.dumps(change))
-    options = ("--nproc_per_node", per_node, *options)
-    finished = nodes.torchrun("tests/forked.py", *arguments, options=options)
+    finished = nodes.torchrun("tests/forked.py", *arguments, options=("--nproc_per_node", 1, *options))
     texts = [f"node {node}:\n{one.stdout[-2000:]}\n{one.stderr[-5000:]}" for node, one in enumerate(finished)]
     assert [one.returncode for one in finished] == [0, 0], "\n".join(texts)
     return "".join(one.stdout for one in finished)
 
 
-def check_losses(nodes, per_node, names, tmp_path):
-    """Those of as many processes on one node, which only take themselves to be on two."""
+def test_the_losses_are_those_of_one_node(nodes, tiny_llama, tmp_path):
+    """Of two processes there, which take themselves to be on two."""
     of_one, of_two = [], []
-    for name in names:
-        flags = [*SIZES, "--max-steps", 3, *STRATEGIES[name], "--output-dir"]
+    for name, strategy in STRATEGIES.items():
+        flags = [*SIZES, "--model", tiny_llama, "--max-steps", 3, *strategy, "--output-dir"]
         of_one.append([*flags, tmp_path / "one" / name])
         of_two.append([*flags, tmp_path / "two" / name])
-    run_many("lm_multinode.py", of_one, 2 * per_node, per_node=per_node)
-    run_on_two_nodes(nodes, per_node, of_two)
-    for name in names:
+    run_many("lm_multinode.py", of_one, 2, per_node=1)
+    run_on_two_nodes(nodes, of_two)
+    for name in STRATEGIES:
         expected = losses(tmp_path / "one" / name)
         assert len(expected) == 3 and losses(tmp_path / "two" / name) == pytest.approx(expected, **CLOSE)
     assert nodes.sent_bytes(0) > 0 and nodes.sent_bytes(1) > 0
 
 
-def test_the_losses_are_those_of_one_node(nodes, tmp_path):
-    check_losses(nodes, 1, ("FULL_SHARD", "HYBRID_SHARD", "DILOCO"), tmp_path)
-
-
-@pytest.mark.long
-def test_the_losses_are_those_of_one_node_with_two_processes_on_each(nodes, tmp_path):
-    check_losses(nodes, 2, ("HYBRID_SHARD",), tmp_path)
-
-
 @pytest.mark.long
 def test_a_process_on_the_other_node_is_killed_and_torchrun_starts_all_again(nodes, tmp_path):
-    """One process on each node; those of the run that it is compared with take themselves to be on two as well. As two
-    of one node they would compute with fewer threads each, and on some CPUs with other last digits."""
+    """Both runs have one process on a node: with other numbers of threads, some CPUs compute other last digits."""
     whole, killed = ([*SIZES, "--max-steps", 12, "--output-dir", tmp_path / name] for name in ("whole", "killed"))
     run_many("lm_multinode.py", [whole], 2, per_node=1)
     change = ("signal_in_step", 1, 4)
-    printed = run_on_two_nodes(nodes, 1, [[*killed, "--checkpoint-every", 2]], change, ("--max-restarts", 2))
+    printed = run_on_two_nodes(nodes, [[*killed, "--checkpoint-every", 2]], change, ("--max-restarts", 2))
     # torchrun counts the restart on one node only, and both have resumed.
     resumed = re.findall(r"^resumed\D+(\d+)$", printed, re.MULTILINE)
     assert resumed and min(map(int, resumed)) >= 2
