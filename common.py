@@ -343,21 +343,23 @@ def check_that_it_fits(empty, shards: int, world, offload=False, more=0) -> str:
     more: bytes beside those.
     """
     num_parameters = 0
+    num_trained = 0
     num_bytes = 0
     for parameter in empty.parameters():
         num_parameters += parameter.numel()
         num_bytes += parameter.nbytes
         if parameter.requires_grad:
+            num_trained += parameter.numel()
             num_bytes += (12 + more) * parameter.numel()
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
     if world.device.type != "cpu" and not offload:
         memory = torch.accelerator.get_memory_info(world.device)[1]
     state = num_bytes / shards
-    size = (
-        f"{num_parameters:,} parameters, {state / 2**30:.3f} GB of state a process,"
-        f" which has {memory / 2**30:.0f} GB"
-    )
+    size = f"{num_parameters:,} parameters"
+    if num_trained < num_parameters:
+        size += f", {num_trained:,} trained"
+    size += f", {state / 2**30:.3f} GB of state a process, which has {memory / 2**30:.0f} GB"
     if state > memory:
         raise UserError(f"this does not fit: {size}; shard over more processes")
     return size

@@ -310,6 +310,12 @@ MODELS = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
     },
+    "7b": {  # Llama 2's
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
 }
 
 
@@ -671,7 +677,7 @@ def parse_args():
     number = common.non_negative_float
 
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="tiny", help="tiny, 150m, 1b; or a Llama-like one: a Hub name, a folder")
+    add("--model", default="tiny", help="tiny, 150m, 1b, 7b; or pretrained: a Hub name, a folder")
     add("--dataset", default=["builtin"], nargs="+", help="builtin; c4; Hub; .jsonl[.gz], .parquet")
     add("--text-column", default="text", help="of the dataset")
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")

@@ -1,7 +1,7 @@
 """What do I change to run it on Intel GPUs?
 
-The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. The lines with
-"XPU:" are the answer; `grep -A3 XPU: mnist_fsdp_xpu.py` shows them.
+The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. The comments that
+begin with "XPU:" are the answer.
 
     python mnist_fsdp_xpu.py                # one process for each Intel GPU
     python mnist_fsdp_xpu.py --device cpu   # a rehearsal without one: the same but for the device

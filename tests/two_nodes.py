@@ -8,18 +8,12 @@ cores are shared. Needs Linux, root and iproute2.
 """
 
 import contextlib
-import ctypes
-import fcntl
-import io
 import os
-import queue
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -33,8 +27,8 @@ class NoNamespacesError(Exception):
 
 
 @contextlib.contextmanager
-def two_nodes(delay=0.0):
-    """Two nodes that are gone when the block ends, with every process on them. A packet takes `delay` seconds.
+def two_nodes():
+    """Two nodes that are gone when the block ends, with every process on them.
 
     Raises:
         NoNamespacesError: not Linux, not root, or iproute2 is not installed.
@@ -54,10 +48,8 @@ def two_nodes(delay=0.0):
                 (settings / "resolv.conf").touch()  # no name server: nothing else has a name
                 ip("netns", "add", name)
                 cleanup.callback(ip, "netns", "delete", name)  # and its end of the cable
-            if delay:
-                cleanup.enter_context(delayed_cable(names, delay))
-            else:  # Made inside: outside, both ends would need names that nothing else uses.
-                ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
+            # Made inside: outside, both ends would need names that nothing else uses.
+            ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
             for name, address in zip(names, ADDRESSES, strict=True):
                 ip("-netns", name, "address", "add", f"{address}/24", "dev", CABLE)
                 ip("-netns", name, "link", "set", "lo", "up")
@@ -68,49 +60,6 @@ def two_nodes(delay=0.0):
         nodes = TwoNodes(names, cleanup.enter_context(tempfile.TemporaryDirectory()))
         cleanup.callback(nodes.kill)
         yield nodes
-
-
-@contextlib.contextmanager
-def delayed_cable(names, delay):
-    """In place of the kernel's netem, which not every kernel has: this process carries the packets, `delay` later."""
-    with contextlib.ExitStack() as cleanup:
-        ends = [cleanup.enter_context(open_tunnel(name)) for name in names]
-        for source, target in (ends, ends[::-1]):
-            waiting = queue.SimpleQueue()
-            threading.Thread(target=read_packets, args=(source, delay, waiting), daemon=True).start()
-            threading.Thread(target=write_packets, args=(target, waiting), daemon=True).start()
-        yield
-
-
-def open_tunnel(name):
-    """A network interface on a node, as a file of which each read or write is a packet."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    tun_set_interface, is_tun, no_header = 0x400454CA, 0x0001, 0x1000
-    with open("/proc/thread-self/ns/net") as outside, open(f"/run/netns/{name}") as inside:
-        if libc.setns(inside.fileno(), 0):
-            raise OSError(ctypes.get_errno(), "setns")
-        try:
-            end = io.FileIO("/dev/net/tun", "r+")
-            fcntl.ioctl(end, tun_set_interface, struct.pack("16sH", CABLE.encode(), is_tun | no_header))
-        finally:
-            libc.setns(outside.fileno(), 0)
-    ip("-netns", name, "link", "set", CABLE, "mtu", "65520")  # fewer packets for Python
-    return end
-
-
-def read_packets(source, delay, waiting):
-    with contextlib.suppress(OSError, ValueError):  # it is closed
-        while True:
-            packet = source.read(65536)
-            waiting.put((time.monotonic() + delay, packet))
-
-
-def write_packets(target, waiting):
-    with contextlib.suppress(OSError, ValueError):
-        while True:
-            due, packet = waiting.get()
-            time.sleep(max(0, due - time.monotonic()))
-            target.write(packet)
 
 
 def ip(*arguments):

@@ -52,15 +52,16 @@ class Words:
         return " ".join(self.random.choices(self.words, cum_weights=self.weights, k=length))
 
 
-def write_llama(folder: Path, texts: list[str], vocabulary: int = 8192) -> Path:
-    """A Llama of 34 million random weights, or more with more words, and a tokenizer, as `--model` takes them."""
+def write_llama(folder: Path, texts: list[str], vocabulary: int = 8192, layers: int = 8) -> Path:
+    """A Llama of random weights, 34 million with these words and layers, and a tokenizer, as `--model` takes them."""
     import torch
 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from inside import train_tokenizer
 
-    config = LlamaConfig(vocab_size=vocabulary, bos_token_id=None, eos_token_id=1, rms_norm_eps=1e-5, **LLAMA)
+    shape = LLAMA | {"num_hidden_layers": layers, "vocab_size": vocabulary}
+    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=1, rms_norm_eps=1e-5)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     train_tokenizer(texts, vocabulary, append_eos=False).save_pretrained(folder)

@@ -1,9 +1,12 @@
-"""Will it fit? The peak memory of one process of a run, by kind, before a GPU is rented.
+"""Will it fit, and which strategy? What one process of a run holds at its peak, sends and computes, before a GPU is
+rented.
 
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 8 --batch-size 4
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 64 \\
         --sharding-strategy HYBRID_SHARD --sweep micro-batch-size=1,2,4,8
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --device-gb 24
+    python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 16 \\
+        --sweep sharding-strategy --device-gb 80 --network-gbits 100 400
     python tests/benchmarks/will_it_fit.py --table              # that of docs/will-it-fit.md, in a quarter of an hour
 
 The flags are those of the run. The script's own parse_args, build and train_step make a step on tensors without
@@ -15,6 +18,12 @@ Attention holds what a GPU's flash or memory-efficient kernel holds; with `--att
 CPUs do. With `--cpu-offload`, what is in the CPU's memory is left out. Not counted: validation, DiLoCo's outer
 step, the CUDA context and NCCL's buffers, the allocator's rounding and fragmentation. On a GPU the LM's peak was within
 1% of the predicted one; T5's was up to 42% above, as its learned positions keep PyTorch from these kernels.
+
+What is sent is counted from the collectives of the step, DiLoCo's by the share of a step, with ring algorithms: a
+process sends (n-1)/n of what n processes gather or reduce-scatter, twice that of an all-reduce, to the next one of the
+ring; a ring leaves each node once. GB between nodes is the mean of a node's processes. The two times of --sweep
+sharding-strategy come from peak figures: a step takes at least the longest of computing, sending inside a node and
+sending between nodes, if all overlaps, and their sum, if nothing does. They are bounds, not predictions.
 """
 
 import argparse
@@ -36,6 +45,9 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import transformers
 from memory_tracker import KINDS, Tracker
@@ -94,8 +106,11 @@ def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedCo
 class GpuAttention(torch.autograd.Function):
     """Holds what a flash or memory-efficient kernel does: its inputs, its output, and a number for each query."""
 
+    flops = 0  # so far; as everywhere, masked positions count
+
     @staticmethod
     def forward(ctx, query, key, value, mask):
+        GpuAttention.flops += sdpa_flop_count(query.shape, key.shape, value.shape)
         batch, heads, length, _ = query.shape
         output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -105,12 +120,43 @@ class GpuAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         query, key, value, mask, _, _ = ctx.saved_tensors
+        GpuAttention.flops += sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
         of_mask = torch.empty_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_mask
 
 
 def gpu_attention(query, key, value, attn_mask=None, **_):
     return GpuAttention.apply(query, key, value, attn_mask)
+
+
+# How often a ring sends what is gathered or reduced, but for one part of n.
+ROUNDS = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2}
+
+
+class Sending(TorchDispatchMode):
+    """Counts the bytes that a process sends in collectives, `inside` a node and `between` nodes, as a node's mean."""
+
+    def __init__(self, per_node: int) -> None:
+        super().__init__()
+        self.per_node = per_node
+        self.inside = 0.0
+        self.between = 0.0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.namespace == "c10d":
+            objects = [argument for argument in arguments if isinstance(argument, torch.ScriptObject)]
+            [group] = [dist.ProcessGroup.unbox(some) for some in objects if "ProcessGroup" in str(some._type())]
+            tensors = [leaf for leaf in tree_leaves(arguments[:2]) if torch.is_tensor(leaf)]
+            whole = max(tensor.nbytes for tensor in tensors)
+            ranks = dist.get_process_group_ranks(group)
+            on_node = sum(rank < self.per_node for rank in ranks)  # this is rank 0
+
+            rounds = ROUNDS[function._schema.name.removeprefix("c10d::")]
+            sent = rounds * whole * (len(ranks) - 1) / len(ranks)
+            leaves = sent / on_node if len(ranks) > on_node else 0
+            self.between += leaves
+            self.inside += sent - leaves
+        return function(*arguments, **(options or {}))
 
 
 class Run:
@@ -145,6 +191,7 @@ class Run:
     def make_model(self) -> None:
         """With its optimizer, and with DiLoCo's."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # empty_model makes others
+        self.outer = None
         self.outer_state = []
         with self.fake:
             self.model, self.optimizer = self.script.build(self.args, self.world, self.config)[:2]
@@ -154,8 +201,8 @@ class Run:
             self.optimizer.step()  # makes its state
             self.optimizer.zero_grad()
             if self.is_lm and self.args.sharding_strategy == "DILOCO":
-                outer = self.script.OuterOptimizer(self.args, self.world, self.model)
-                self.outer_state = [outer.shared, outer.momentum]
+                self.outer = self.script.OuterOptimizer(self.args, self.world, self.model)
+                self.outer_state = [self.outer.shared, self.outer.momentum]
 
     def print_what_is_left_out(self) -> None:
         """Of a language model validation takes less than a step: its batches are as large, without gradients."""
@@ -185,8 +232,8 @@ class Run:
         batch["labels"] = torch.ones(samples, target, dtype=torch.long)
         return torch.amp.GradScaler("cpu", enabled=False), batch
 
-    def step(self, at=()) -> Tracker:
-        """One training step. `at`: the operations after which to tell kinds apart."""
+    def step(self, at=(), modes=()) -> Tracker:
+        """One training step. `at`: the operations after which to tell kinds apart. `modes`: what else looks on."""
         backward = torch.Tensor.backward
 
         def in_backward(tensor, *arguments, **options):
@@ -206,6 +253,8 @@ class Run:
                 ends.enter_context(mock.patch.object(F, "scaled_dot_product_attention", gpu_attention))
             ends.callback(self.optimizer.register_step_pre_hook(in_optimizer).remove)
             ends.enter_context(tracker)
+            for mode in modes:
+                ends.enter_context(mode)
             self.script.train_step(self.args, self.world, self.model, self.optimizer, *arguments)
         return tracker
 
@@ -220,6 +269,22 @@ class Run:
         tracker = self.step({peak})
         gb = {f"{kind}, GB": tracker.kinds[peak][kind] / GB for kind in KINDS}
         return gb | {"sum, GB": sum(gb.values()), "at": f"{tracker.phases[peak]}, {tracker.operations[peak]}"}
+
+    def cost(self) -> dict:
+        """The bytes that a process sends in a step, and the floating-point operations that it makes."""
+        sending = Sending(self.world.local_size)
+        counter = FlopCounterMode(display=False)
+        GpuAttention.flops = 0
+        self.step(modes=(sending, counter))
+        found = {"inside": sending.inside, "between": sending.between}
+        found["flops"] = counter.get_total_flops() + GpuAttention.flops
+        if self.outer:
+            synchronizing = Sending(self.world.local_size)
+            with self.fake, synchronizing:
+                self.outer.step()
+            found["inside"] += synchronizing.inside / self.args.local_steps
+            found["between"] += synchronizing.between / self.args.local_steps
+        return found
 
     def set_batch(self, size: int) -> None:
         """So many samples at once, in a step of one micro-batch."""
@@ -273,13 +338,49 @@ def traced(path: str, flags, options):
 
 
 def sweep(options, flags: list[str]):
-    """Yield a row for each value of a flag; of sharding-strategy all, if there are no values."""
+    """Yield a row for each value of a flag."""
     name, _, values = options.sweep.partition("=")
-    values = values.split(",") if values else list(load_script(options.script).RESHARD)
-    for value in values:
+    for value in values.split(","):
         with traced(options.script, [*flags, f"--{name}", value], options) as run:
             yield {name: value} | run.row() | {"batch": run.batch}
     run.print_what_is_left_out()
+
+
+def compare(options, flags: list[str]) -> list[dict]:
+    """A row for each strategy: what a process holds, sends and computes, and for each network the seconds of a step, by
+    peak figures, if all overlaps and if nothing does. Of the strategies that fit, the one whose sum is least is marked,
+    without DILOCO, which trains otherwise.
+    """
+    rows = []
+    sums = {gbits: {} for gbits in options.network_gbits}
+    for strategy in load_script(options.script).RESHARD:
+        with traced(options.script, [*flags, "--sharding-strategy", strategy], options) as run:
+            peak = run.peak()
+            cost = run.cost()
+            replicas, shards = run.script.mesh_shape(run.args, run.world) if run.is_lm else (1, run.size)
+            row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GB": peak / GB}
+            fits = not options.device_gb or peak < USABLE * options.device_gb * GB
+            if options.device_gb:
+                row[f"fits {options.device_gb:g} GB"] = "yes" if fits else "no"
+            row |= {"inside, GB": cost["inside"] / GB, "between, GB": cost["between"] / GB}
+            row["TFLOP"] = cost["flops"] / 1e12
+
+            for gbits in options.network_gbits:
+                computing = cost["flops"] / (options.peak_tflops * 1e12)
+                inside = cost["inside"] / (options.node_gbytes * 1e9)
+                between = cost["between"] * run.world.local_size * 8 / (gbits * 1e9)  # its processes share the link
+                row[f"{gbits:g} Gbit/s, s"] = f"{max(computing, inside, between):.3g}"
+                row[f"{gbits:g} Gbit/s, s"] += f" to {computing + inside + between:.3g}"
+                if fits and strategy != "DILOCO":
+                    sums[gbits][computing + inside + between] = row
+            rows.append(row)
+
+    for gbits, found in sums.items():
+        if found:
+            found[min(found)][f"{gbits:g} Gbit/s, s"] += " <-"
+    print(f"counted: a training step of {run.batch} in a process")
+    run.print_what_is_left_out()
+    return rows
 
 
 MODELS = {  # of the page's table: script and flags
@@ -310,11 +411,14 @@ def table(options, models=tuple(MODELS), gpus=GPUS):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", nargs="?", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
-    parser.add_argument("--sweep", help="a flag, or flag=value,value: a row for each")
+    parser.add_argument("--sweep", help="flag=value,value: a row for each; sharding-strategy: what each sends, too")
     parser.add_argument("--device-gb", type=float, help="find the largest batch size for this much memory")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of a GPU; that of an H100 in dense bf16")
+    parser.add_argument("--node-gbytes", type=float, default=450.0, help="GB/s of a GPU in its node; an H100's NVLink")
+    parser.add_argument("--network-gbits", type=float, nargs="+", default=[], help="Gbit/s of a node's link")
     parser.add_argument("--attention", default="gpu", choices=("gpu", "cpu"), help="whose kernel")
     parser.add_argument("--vocabulary", type=int, default=32_000, help="of a Llama in MODELS")
-    parser.add_argument("--per-node", type=int, default=8, help="processes on a node")
+    parser.add_argument("--processes-per-node", dest="per_node", type=int, default=8)
     parser.add_argument("--table", action="store_true", help="print that of docs/will-it-fit.md")
     options, more = parser.parse_known_args()
     transformers.logging.set_verbosity_error()
@@ -324,6 +428,9 @@ def main() -> None:
         return
     if not options.script:
         parser.error("name a script, or --table")
+    if options.sweep == "sharding-strategy":
+        print_table(compare(options, more))
+        return
     if options.sweep:
         print_table(sweep(options, more))
         return
@@ -335,6 +442,7 @@ def main() -> None:
             print(f"largest batch of a process with a tenth to spare, of {run.samples}: {largest}")
             return
         row = run.row()
+        cost = run.cost()
     print_table([row])
     print(f"counted: a training step of {run.batch} in a process")
     run.print_what_is_left_out()
@@ -342,6 +450,10 @@ def main() -> None:
     sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if total < USABLE * size]
     fits = f"GPUs of {sizes[0]} GB or more" if sizes else "no GPU of up to 192 GB"
     print(f"traced in {time.perf_counter() - began:.0f} s; with a tenth to spare it fits on {fits}")
+    print(
+        f"sends {cost['inside'] / GB:.3f} GB inside a node and {cost['between'] / GB:.3f} GB between nodes, computes"
+        f" {cost['flops'] / 1e12:.2f} TFLOP, a process and step"
+    )
     print(f"peak {total:.2f} GB a process")
 
 
