@@ -62,7 +62,6 @@ T5 = {  # d_model, d_ff, layers, heads, d_kv of google-t5's
     "t5-3b": (1024, 16384, 24, 32, 128),
     "t5-11b": (1024, 65536, 24, 128, 128),
 }
-LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
 
 
 def fail(message: str) -> None:
@@ -92,7 +91,7 @@ def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedCo
         shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
         return transformers.T5Config(**shape, decoder_start_token_id=0)
 
-    llamas = {"7b": LLAMA_7B} | getattr(script, "MODELS", {})
+    llamas = getattr(script, "MODELS", {})
     if name in llamas:
         shape = llamas[name] | {"vocab_size": vocabulary, "max_position_embeddings": args.seq_length}
         return transformers.LlamaConfig(**shape, attn_implementation=script.ATTENTION)
@@ -129,8 +128,8 @@ def gpu_attention(query, key, value, attn_mask=None, **_):
     return GpuAttention.apply(query, key, value, attn_mask)
 
 
-# How often a ring sends what is gathered or reduced, but for one part of n.
-ROUNDS = {"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2}
+# How often a ring sends what is gathered or reduced, but for one part of n; the first that a collective's name has.
+ROUNDS = {"gather": 1, "reduce_scatter": 1, "broadcast": 1, "alltoall": 1, "all_to_all": 1, "reduce": 2}
 
 
 class Sending(TorchDispatchMode):
@@ -143,20 +142,23 @@ class Sending(TorchDispatchMode):
         self.between = 0.0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if function.namespace == "c10d":
+        result = function(*arguments, **(options or {}))
+        rounds = [ROUNDS[name] for name in ROUNDS if name in function._schema.name]
+        if "c10d" in function.namespace and rounds:
             objects = [argument for argument in arguments if isinstance(argument, torch.ScriptObject)]
-            [group] = [dist.ProcessGroup.unbox(some) for some in objects if "ProcessGroup" in str(some._type())]
-            tensors = [leaf for leaf in tree_leaves(arguments[:2]) if torch.is_tensor(leaf)]
-            whole = max(tensor.nbytes for tensor in tensors)
+            groups = [dist.ProcessGroup.unbox(some) for some in objects if "ProcessGroup" in str(some._type())]
+            [group] = groups or [dist.distributed_c10d._resolve_process_group(arguments[-1])]  # a name
             ranks = dist.get_process_group_ranks(group)
             on_node = sum(rank < self.per_node for rank in ranks)  # this is rank 0
 
-            rounds = ROUNDS[function._schema.name.removeprefix("c10d::")]
-            sent = rounds * whole * (len(ranks) - 1) / len(ranks)
+            sizes = []  # a shard's, and the whole's
+            for value in (*arguments, result):
+                sizes.append(sum(leaf.nbytes for leaf in tree_leaves(value) if torch.is_tensor(leaf)))
+            sent = rounds[0] * max(sizes) * (len(ranks) - 1) / len(ranks)
             leaves = sent / on_node if len(ranks) > on_node else 0
             self.between += leaves
             self.inside += sent - leaves
-        return function(*arguments, **(options or {}))
+        return result
 
 
 class Run:
@@ -412,8 +414,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", nargs="?", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
     parser.add_argument("--sweep", help="flag=value,value: a row for each; sharding-strategy: what each sends, too")
-    parser.add_argument("--device-gb", type=float, help="find the largest batch size for this much memory")
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of a GPU; that of an H100 in dense bf16")
+    parser.add_argument("--device-gb", type=float, help="find the largest micro-batch, one in a step")
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of a GPU in dense bf16; an H100's")
     parser.add_argument("--node-gbytes", type=float, default=450.0, help="GB/s of a GPU in its node; an H100's NVLink")
     parser.add_argument("--network-gbits", type=float, nargs="+", default=[], help="Gbit/s of a node's link")
     parser.add_argument("--attention", default="gpu", choices=("gpu", "cpu"), help="whose kernel")
