@@ -298,8 +298,8 @@ def test_processes_that_python_started_end_together(fate, code, cause, tmp_path)
     assert finished.stdout.count("together 2") == 2
     assert finished.returncode == code
     assert cause in finished.stderr
-    assert finished.stderr.count("a mistake") <= 1
-    assert ("Traceback" in finished.stderr) == (fate == "crash 1")
+    if fate == "mistake":  # where one dies, another may first see a broken connection
+        assert finished.stderr.count(cause) == 1 and "Traceback" not in finished.stderr
 
 
 def start(script, *flags, stderr=subprocess.PIPE):
