@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Generation
 
 from inside import LM_STRATEGIES, mnist_units
 
+pytestmark = pytest.mark.long
+
 T5 = (
     *("--num-train-samples", 16, "--batch-size", 4, "--epochs", 1, "--no-save-model", "--precision", "fp32"),
     *("--num-validation-samples", 2, "--max-target-length", 2),
@@ -72,7 +74,6 @@ def test_each_block_and_the_root_is_a_unit_of_which_a_process_holds_its_share(ob
                 assert torch.equal(buffer, torch.arange(1000) / 7)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("version", VERSIONS)
 def test_flags_decide_when_a_unit_is_gathered_and_what_is_saved(observe, version):
     ways = [(), ("--sharding-strategy", "SHARD_GRAD_OP"), ("--activation-checkpointing",)]
@@ -92,7 +93,6 @@ def test_flags_decide_when_a_unit_is_gathered_and_what_is_saved(observe, version
         assert order_of(folder).endswith("GC GRC GRC GRC R R".replace(" ", ""))
 
 
-@pytest.mark.long
 def test_a_models_own_settings_of_generation_are_kept_but_summaries_are_greedy(tmp_path, articles_csv):
     plain = make_model(tmp_path / "plain", initializer_factor=5.0)
     beams = make_model(tmp_path / "beams", initializer_factor=5.0)
@@ -124,7 +124,6 @@ def sent(tiny_llama, tmp_path_factory):
     return root
 
 
-@pytest.mark.long
 def test_a_step_sends_the_bytes_that_the_script_says(sent, tiny_llama):
     """With P of all parameters, L of those in layers and G = P of gradients: FULL_SHARD gathers m (P + L)."""
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
@@ -145,7 +144,6 @@ def test_a_step_sends_the_bytes_that_the_script_says(sent, tiny_llama):
         assert tuple(found.values()) == pytest.approx((*sizes, 0), rel=0.01, abs=1000), strategy
 
 
-@pytest.mark.long
 def test_the_embedding_alone_is_gathered_before_and_reduced_after_all_computing(sent, tiny_llama):
     """What the layers can overlap with is in other units: the output layer, which is as large."""
     embedding = AutoModelForCausalLM.from_pretrained(tiny_llama).model.embed_tokens.weight.nbytes
@@ -157,7 +155,6 @@ def test_the_embedding_alone_is_gathered_before_and_reduced_after_all_computing(
     assert reduced[-1] == pytest.approx(embedding, rel=0.01)
 
 
-@pytest.mark.long
 def test_replicas_wait_for_each_other_only_at_synchronizations(sent):
     """In between, no collective is over all processes: each would cost a round trip of a slow network in each step."""
     for rank in range(4):
@@ -189,14 +186,11 @@ RECOMPUTING = ("--activation-checkpointing",)
 FSDP1 = ("--fsdp-version", 1)
 
 
-@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_no_training_step_reads_the_device(three_steps, others, tmp_path):
+def test_no_training_step_reads_the_device(three_steps, tmp_path):
     """On a GPU each read waits for all that was asked of it."""
     script, flags = three_steps
-    ways = [()]
-    if others:
-        ways = [RECOMPUTING, ("--cpu-offload",)]
-    if others and script == "t5_fsdp.py":
+    ways = [(), RECOMPUTING, ("--cpu-offload",)]
+    if script == "t5_fsdp.py":
         ways += [FSDP1, (*FSDP1, *RECOMPUTING)]
     settings = [[*flags, *way, "--output-dir", tmp_path / str(number)] for number, way in enumerate(ways)]
     run_many(script, settings, 2, change=("record_host_reads",))
@@ -205,7 +199,6 @@ def test_no_training_step_reads_the_device(three_steps, others, tmp_path):
 
 
 # ---- --compile -------------------------------------------------------------------------------------------------------
-@pytest.mark.long
 def test_t5_is_compiled_into_graphs_and_keeps_the_losses(articles_csv, tmp_path):
     """The graphs run, but are not made into machine code; the test below does that once."""
     model = make_model(tmp_path / "model", num_layers=1)
@@ -220,7 +213,6 @@ def test_t5_is_compiled_into_graphs_and_keeps_the_losses(articles_csv, tmp_path)
     assert curve(tmp_path / "graphs", "grad_norm") == pytest.approx(curve(tmp_path / "plain", "grad_norm"), rel=1e-4)
 
 
-@pytest.mark.long
 def test_compile_makes_kernels_and_keeps_the_losses(tiny_llama, tmp_path):
     flags = (*LM, "--model", tiny_llama, "--global-batch-size", 2, "--max-steps", 1, "--output-dir")
     settings = [[*flags, tmp_path / "plain"], [*flags, tmp_path / "compiled", "--compile"]]
