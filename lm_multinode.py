@@ -642,6 +642,7 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
     state_gb = common.state_gb(model, optimizer)
 
     if args.sharding_strategy == "DILOCO":
+        optimizer.zero_grad()  # as in main
         outer = OuterOptimizer(args, world, model)
         outer.step()  # sets up communication
         outer.shared.sum().item()  # waits for the device
@@ -649,7 +650,7 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
         outer.step()
         outer.shared.sum().item()
         seconds += (time.perf_counter() - start) / args.local_steps
-        state_gb *= 1.5  # six numbers for each parameter, in place of four
+        state_gb += (outer.shared.nbytes + outer.momentum.nbytes) / 2**30
     return seconds, state_gb
 
 

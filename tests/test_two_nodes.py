@@ -43,7 +43,7 @@ def run_on_two_nodes(nodes, settings, change=(), options=()):
 
 
 def test_the_losses_are_those_of_one_node(nodes, tiny_llama, tmp_path):
-    """Of two processes there, which take themselves to be on two."""
+    """With two processes there, which take it for two nodes."""
     of_one, of_two = [], []
     for name, strategy in STRATEGIES.items():
         flags = [*SIZES, "--model", tiny_llama, "--max-steps", 3, *strategy, "--output-dir"]

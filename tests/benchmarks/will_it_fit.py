@@ -354,7 +354,7 @@ def compare(options, flags: list[str]) -> list[dict]:
     without DILOCO, which trains otherwise.
     """
     rows = []
-    sums = {gbits: {} for gbits in options.network_gbits}
+    candidates = {gbits: [] for gbits in options.network_gbits}
     for strategy in load_script(options.script).RESHARD:
         with traced(options.script, [*flags, "--sharding-strategy", strategy], options) as run:
             peak = run.peak()
@@ -371,15 +371,16 @@ def compare(options, flags: list[str]) -> list[dict]:
                 computing = cost["flops"] / (options.peak_tflops * 1e12)
                 inside = cost["inside"] / (options.node_gbytes * 1e9)
                 between = cost["between"] * run.world.local_size * 8 / (gbits * 1e9)  # its processes share the link
-                row[f"{gbits:g} Gbit/s, s"] = f"{max(computing, inside, between):.3g}"
-                row[f"{gbits:g} Gbit/s, s"] += f" to {computing + inside + between:.3g}"
+                least, most = max(computing, inside, between), computing + inside + between
+                row[f"{gbits:g} Gbit/s, s"] = f"{least:.3g} to {most:.3g}"
                 if fits and strategy != "DILOCO":
-                    sums[gbits][computing + inside + between] = row
+                    candidates[gbits].append((most, row))
             rows.append(row)
 
-    for gbits, found in sums.items():
+    for gbits, found in candidates.items():
         if found:
-            found[min(found)][f"{gbits:g} Gbit/s, s"] += " <-"
+            _, best = min(found, key=lambda candidate: candidate[0])
+            best[f"{gbits:g} Gbit/s, s"] += " <-"
     print(f"counted: a training step of {run.batch} in a process")
     run.print_what_is_left_out()
     return rows
