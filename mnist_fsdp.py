@@ -5,10 +5,8 @@ sharded with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`), and pu
 side by side.
 
     python mnist_fsdp.py                    # the whole comparison; a laptop is enough
-    python mnist_fsdp.py --model shallow --dataset mnist --num-train-samples 0 --epochs 10 \\
-        --batch-size 256                    # the notebook's first network
-    python mnist_fsdp.py --model deep --dataset mnist --num-train-samples 0 --epochs 10 \\
-        --batch-size 256                    # its second one
+    python mnist_fsdp.py --model shallow deep --dataset mnist --num-train-samples 0 --epochs 10 \\
+        --batch-size 256                    # the notebook's
     torchrun --nproc_per_node 8 mnist_fsdp.py --model deep      # the sharded half only
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \\
         --rdzv_endpoint HEAD:29500 mnist_fsdp.py
@@ -240,7 +238,7 @@ def parse_args():
     number = common.non_negative_float
 
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="all", choices=(*NETWORKS, "all"), help="which network")
+    add("--model", default=list(NETWORKS), choices=NETWORKS, nargs="+", help="which networks")
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
     add("--num-train-samples", default=6400, type=count, help="0: all; large networks: fewer drawn")
@@ -273,10 +271,6 @@ def parse_args():
     return args
 
 
-def chosen_networks(args) -> list[str]:
-    return list(NETWORKS) if args.model == "all" else [args.model]
-
-
 def describe(row: dict) -> str:
     """The record of an epoch as a line."""
     return (
@@ -303,13 +297,12 @@ def main(args, world):
     log.print(
         f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test"
     )
-    networks = chosen_networks(args)
-    for network in networks:
+    for network in args.model:
         with torch.device("meta"):
             empty = NETWORKS[network]()
         log.print(f"{network:8} {common.check_that_it_fits(empty, world.size, world)}")
 
-    for network in networks:
+    for network in args.model:
         is_large = network != "shallow"
         is_short = is_large and args.dataset == "builtin"
         images = train_set
@@ -382,7 +375,7 @@ def compare_both_halves(args):
         row = json.loads(line)
         last_rows[row["network"], row["mode"]] = row
     print("\nThe last epoch of each, side by side:")
-    for network in chosen_networks(args):
+    for network in args.model:
         for mode in ("local", "fsdp"):
             print(describe(last_rows[network, mode]))
     print(f"\nmetrics  {path}")

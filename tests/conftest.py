@@ -41,9 +41,10 @@ def fsdp(version):
     return flags if version in SAVE_ON_CPU else (*flags, "--no-save-model")
 
 
-def pytest_sessionstart():
+def pytest_sessionstart(session):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
-    forked.start_server()
+    if session.config.getoption("dist", "no") == "no":  # in pytest's workers, or where it has none
+        forked.start_server()
 
 
 def run(script, *arguments, **options):

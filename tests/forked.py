@@ -27,8 +27,9 @@ from unittest import mock
 FOLDER = Path(__file__).parent
 OURS = [*(path.stem for path in FOLDER.parent.glob("*.py")), "inside"]
 CONTEXT = multiprocessing.get_context("forkserver")
-# No system hands these out by itself, so one that is free stays free. Each is used once.
+# No system hands these out by itself, so one that is free stays free. Each is used once; pytest's workers share none.
 PORTS = itertools.count(os.getpid() * 97)
+FIRST_PORT = 10_000 + 2_500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
 
 
 def start_server():
@@ -73,7 +74,7 @@ def run_settings(script, settings, change):
 def free_ports(count):
     """The first of so many free ports in a row."""
     while True:
-        ports = [10_000 + number % 20_000 for number in itertools.islice(PORTS, count)]
+        ports = [FIRST_PORT + number % 2_500 for number in itertools.islice(PORTS, count)]
         if ports[-1] - ports[0] == count - 1 and all(map(is_free, ports)):
             return ports[0]
 

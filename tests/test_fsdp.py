@@ -9,7 +9,7 @@ import re
 import torch
 
 import pytest
-from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, curve, make_model, run_many
+from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, curve, make_llama, make_model, run_many
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
 from inside import LM_STRATEGIES, mnist_units
@@ -213,8 +213,9 @@ def test_t5_is_compiled_into_graphs_and_keeps_the_losses(articles_csv, tmp_path)
     assert curve(tmp_path / "graphs", "grad_norm") == pytest.approx(curve(tmp_path / "plain", "grad_norm"), rel=1e-4)
 
 
-def test_compile_makes_kernels_and_keeps_the_losses(tiny_llama, tmp_path):
-    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 2, "--max-steps", 1, "--output-dir")
+def test_compile_makes_kernels_and_keeps_the_losses(tmp_path):
+    model = make_llama(tmp_path / "model", num_hidden_layers=1)
+    flags = (*LM, "--model", model, "--global-batch-size", 2, "--max-steps", 1, "--output-dir")
     settings = [[*flags, tmp_path / "plain"], [*flags, tmp_path / "compiled", "--compile"]]
     run_many("lm_multinode.py", settings, 1, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "kernels"))
     assert list((tmp_path / "kernels").rglob("*.so"))

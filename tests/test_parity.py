@@ -273,14 +273,14 @@ def test_the_lm_equals_a_plain_loop(train, plain_lm, processes, tmp_path):
 @pytest.mark.long
 def test_the_lm_equals_a_plain_loop_with_other_settings(train, plain_lm, tmp_path):
     settings = {
-        "one large batch": ("--micro-batch-size", GLOBAL_BATCH // 4),
+        "one large batch": ("--micro-batch-size", GLOBAL_BATCH // 2),
         "hybrid of one shard": ("--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1),
     }
-    train("lm_multinode.py", settings | {"other seed": ("--seed", 2), "no decay": ("--weight-decay", 0)}, 4)
+    train("lm_multinode.py", settings | {"other seed": ("--seed", 2), "no decay": ("--weight-decay", 0)}, 2)
     for name in settings:
-        check_curves(tmp_path / name, plain_lm(4))
-    check_curves(tmp_path / "other seed", plain_lm(4, seed=2))
-    check_curves(tmp_path / "no decay", plain_lm(4, weight_decay=0))
+        check_curves(tmp_path / name, plain_lm(2))
+    check_curves(tmp_path / "other seed", plain_lm(2, seed=2))
+    check_curves(tmp_path / "no decay", plain_lm(2, weight_decay=0))
     for record in records(tmp_path / "no decay", "val_loss"):
         assert record["perplexity"] == pytest.approx(math.exp(record["val_loss"]))
 

@@ -242,7 +242,6 @@ def test_more_processes_keep_the_weights_of_the_lm_and_say_what_is_lost(lm, lm_w
     assert list(losses(tmp_path)) == [5, 6]
 
 
-@pytest.mark.long
 def test_t5_goes_on_with_more_processes(t5, t5_runs, tmp_path):
     whole = t5_runs / "whole2"
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")

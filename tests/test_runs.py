@@ -92,8 +92,9 @@ def test_with_equal_layers_the_peak_of_a_process_falls_with_its_state(tmp_path):
             assert sum(parameter.numel() for parameter in inside.NETWORKS[name]().parameters()) == size
 
     flags = ("--model", "layers", "--num-train-samples", 32, "--batch-size", 16, "--epochs", 2)
-    flags += ("--fsdp-version", 1, "--print-model", "--output-dir", tmp_path)
-    finished = succeed("mnist_fsdp.py", *flags)
+    flags += ("--fsdp-version", 1, "--print-model", "--output-dir", tmp_path, "--mode")
+    run_many("mnist_fsdp.py", [[*flags, "local"]])
+    finished = run_many("mnist_fsdp.py", [[*flags, "fsdp"]], 2)
     local, sharded = records(tmp_path, "loss")
     for row in (local, sharded):
         state = 16 * sizes["layers"] / row["processes"] / 2**30
@@ -170,7 +171,6 @@ def test_t5_learns_to_summarize(trained_t5):
         assert inside.t5_loss(model, batch).item() == pytest.approx(after["val_loss"], **CLOSE)
 
 
-@pytest.mark.long
 def test_rouge_is_that_of_the_summaries_on_any_number_of_processes(trained_t5, tmp_path):
     """As plain transformers and rouge_score have it. 50 articles cannot be divided among 3 processes, and there are
     several batches of them."""

@@ -13,7 +13,6 @@ from test_recipes import patched
 from inside import LM_READS_THE_LOSS, LM_WIDER
 
 TOOL = "tests/benchmarks/will_it_fit.py"
-PAGE = (ROOT / "docs" / "will-it-fit.md").read_text()
 GPU = Namespace(vocabulary=32_000, per_node=8, attention="gpu")
 STEPS = ("--max-steps", 3, "--no-save-model", "--precision", "fp32")
 LM = (*STEPS, "--seq-length", 128, "--micro-batch-size", 4, "--num-validation-texts", 3)
@@ -21,9 +20,9 @@ T5 = (*STEPS, "--no-run-validation", "--num-train-samples", 64, "--batch-size", 
 T5 = (*T5, "--max-source-length", 16, "--max-target-length", 8)  # every article and summary is longer
 ZERO2 = ("--sharding-strategy", "SHARD_GRAD_OP")
 CASES = (
-    ("--precision", "bf16", "--activation-checkpointing", "--global-batch-size", 16),
-    ("--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2, "--global-batch-size", 32),
-    ("--sharding-strategy", "DILOCO", "--shards-per-replica", 2, "--local-steps", 2, "--global-batch-size", 16),
+    ("--precision", "bf16", "--activation-checkpointing", "--global-batch-size", 8),
+    ("--sharding-strategy", "_HYBRID_SHARD_ZERO2", "--shards-per-replica", 1, "--global-batch-size", 16),
+    ("--sharding-strategy", "DILOCO", "--shards-per-replica", 1, "--local-steps", 2, "--global-batch-size", 8),
 )
 
 
@@ -42,7 +41,7 @@ def check(script, settings, processes, tmp_path):
 @pytest.mark.long
 def test_the_prediction_is_what_a_real_step_holds(tmp_path):
     """With one micro-batch in a step, and with two, which hold whole gradients."""
-    check("lm_multinode.py", [(*LM, *more) for more in CASES], 4, tmp_path)
+    check("lm_multinode.py", [(*LM, *more) for more in CASES], 2, tmp_path)
 
 
 @pytest.mark.long
@@ -87,13 +86,6 @@ def test_what_is_sent_is_what_the_formulas_say(strategy):
     tokens = 8 * 128  # a process's; PaLM's appendix B, whose 12 are 14 where backward computes the scores again
     attention = 14 * 2 * 128 * 128
     assert cost["flops"] == pytest.approx(tokens * (6 * (whole - 2048 * 128) + attention), rel=0.01)
-
-
-@pytest.mark.long
-def test_the_page_has_what_the_tool_says():
-    """One row of its table."""
-    [row] = will_it_fit.table(GPU, ["150m"], [8])
-    assert f"| {' | '.join(map(str, row.values()))} |\n" in PAGE
 
 
 @pytest.mark.long
