@@ -488,7 +488,8 @@ class Batches(IterableDataset):
         self.sequences = sequences
 
     def __iter__(self):
-        for batch in self.sequences.iter(self.args.micro_batch_size):
+        for rows in self.sequences.iter(self.args.micro_batch_size):
+            batch = {name: np.stack(rows[name]) for name in rows}
             yield batch, self.sequences.state_dict()
         raise ValueError("too few texts for each process to have one")
 
@@ -510,7 +511,6 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
         remove_columns=["text"],
         fn_kwargs=options,
     )
-    sequences = sequences.with_format("numpy")
     sequences.load_state_dict(position)
 
     loader = DataLoader(
