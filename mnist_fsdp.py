@@ -241,10 +241,10 @@ def parse_args():
     add("--model", default=list(NETWORKS), choices=NETWORKS, nargs="+", help="which networks")
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
-    add("--num-train-samples", default=6400, type=count, help="0: all; large networks: fewer drawn")
+    add("--num-train-samples", default=6400, type=count, help="0: all; layers, deep: fewer drawn")
 
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", default=3, type=size, help="passes over the images; large networks: one")
+    add("--epochs", default=3, type=size, help="passes over the images; layers, deep: one")
     add("--batch-size", default=128, type=size, help="images per process and step")
     add("--test-batch-size", default=1000, type=size, help="the same in the test")
     add("--lr", default=0.001, type=number, help="learning rate of Adam")
@@ -303,7 +303,7 @@ def main(args, world):
         log.print(f"{network:8} {common.check_that_it_fits(empty, world.size, world)}")
 
     for network in args.model:
-        is_large = network != "shallow"
+        is_large = network in ("layers", "deep")
         is_short = is_large and args.dataset == "builtin"
         images = train_set
         if is_short:  # enough steps to measure it, too few to teach it much
