@@ -333,12 +333,14 @@ def main(args, world):
             loss, num_samples = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
             seconds = time.perf_counter() - start
             memory = common.peak_memory(world.device)
+            # Before evaluate, which leaves the root unit gathered.
+            state_gb = common.state_gb(model, optimizer)
             test_loss, accuracy = evaluate(world, model, test_loader)
             row = {
                 "network": network,
                 "mode": args.mode,
                 "processes": world.size,
-                "state_gb": common.state_gb(model, optimizer),
+                "state_gb": state_gb,
                 **memory,
                 "epoch": epoch,
                 "loss": loss,

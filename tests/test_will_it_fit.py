@@ -107,8 +107,16 @@ def test_sweeps_offload_and_the_largest_batch():
         for size in (largest, largest + 1):
             run.set_batch(size)
             assert (run.peak() <= 0.9 * 2**30) == (size == largest)  # a tenth is to spare
-    for command, word in (("lm_multinode.py --model absent", "absent"), ("t5_fsdp.py --fsdp-version 1", "FSDP1")):
-        assert word in run_many(TOOL, [command.split()], check=False).stderr.splitlines()[-1]
+    mistakes = {
+        "lm_multinode.py --model absent": "absent",
+        "t5_fsdp.py --fsdp-version 1": "FSDP1",
+        "t5.py": "t5.py",
+        "lm_multinode.py --num-processes 12 --sharding-strategy HYBRID_SHARD": "--shards-per-replica",
+    }
+    for command, word in mistakes.items():
+        finished = run_many(TOOL, [command.split()], check=False)
+        assert finished.returncode == 2 and "Traceback" not in finished.stderr, command
+        assert word in finished.stderr.splitlines()[-1]
 
 
 @pytest.mark.long
@@ -124,5 +132,5 @@ def test_an_edited_copy_is_traced_and_a_read_is_named_with_its_line(tmp_path):
 
     copy.write_text(text.replace(*LM_READS_THE_LOSS))
     finished = run_many(TOOL, [[copy]], check=False)
-    assert finished.returncode == 1 and "Traceback" not in finished.stderr
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
     assert re.search(r"lm_multinode.py, line \d+ .*: loss_sum \+= loss.item\(\)$", finished.stderr, re.M)

@@ -65,7 +65,8 @@ T5 = {  # d_model, d_ff, layers, heads, d_kv of google-t5's
 
 
 def fail(message: str) -> None:
-    sys.exit(f"will_it_fit.py: error: {message}")
+    print(f"will_it_fit.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def load_script(path: str):
@@ -461,4 +462,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:
+        # By name: the class is of the common.py beside the script, which may be a user's copy.
+        if not isinstance(error, OSError) and type(error).__name__ != "UserError":
+            raise
+        fail(str(error))
