@@ -132,6 +132,13 @@ def run(main, args):
     """Call `main(args, world)` in every process; without torchrun, start the processes first."""
     try:
         accelerator = find_accelerator(args.device)
+        uses_fsdp1 = getattr(args, "fsdp_version", 2) == 1
+        if uses_fsdp1 and accelerator is None and args.save_model and torch.__version__ < (2, 14):
+            raise UserError(  # it would crash, after the training
+                "FSDP1 saves models from a CPU only with torch 2.14 or newer; add --no-save-model,"
+                " or use --fsdp-version 2"
+            )
+
         num_processes = args.num_processes
         if num_processes == 0:
             num_processes = torch.accelerator.device_count() if accelerator else 2
@@ -178,6 +185,7 @@ def start_processes(count: int):
     os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "2000000000")
     logging.disable()  # torchrun's own report is long, and the script has said what is wrong
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         torchrun(command)
     except ChildFailedError as error:
@@ -187,15 +195,20 @@ def start_processes(count: int):
         sys.exit(str(error))
     except SignalException as error:
         sys.exit(128 + error.sigval)
+    finally:  # torchrun leaves its own behind, which raise SignalException
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def find_accelerator(name: str) -> torch.device | None:
     """The kind of GPU that `--device` names; None is the CPU."""
     if name == "cpu":
         return None
+    if name == "mps":
+        raise UserError("--device mps: these scripts do not use Apple's GPUs; use --device cpu")
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None and found.type == "mps":
-        found = None  # FSDP was not tried on Apple's GPUs
+        found = None
     if name != "auto" and (found is None or found.type != name):
         raise UserError(
             f"--device {name}: torch {torch.__version__} finds none; install its build or use"
@@ -613,7 +626,9 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         # WikiHow has stray commas (arXiv:1810.09305).
         text = re.sub(r"(^|\n)\s*,", r"\1", str(row[text_column] or "")).strip()
         summary = re.sub(r"\s*,\s*(\n|$)", r"\1", str(row[summary_column] or "")).strip()
-        return {"text": text, "summary": summary}
+        # It has a row for each method of an article: "Bake Bread1", "Bake Bread2".
+        article = re.sub(r"\d+$", "", str(row.get("title") or "")) or text
+        return {"text": text, "summary": summary, "article": article}
 
     def is_usable(row: dict) -> bool:
         return 0 < len(row["summary"]) <= max_summary_share * len(row["text"])
@@ -631,22 +646,32 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
             rows = datasets.Dataset.from_list([builtin_article(i) for i in range(10_000)])
         else:
             # Before all is read or downloaded
-            for row in datasets.load_dataset(**source, split="train", streaming=True).take(1):
-                if text_column not in row or summary_column not in row:
-                    raise ValueError(f"its columns are {', '.join(row)}")
+            first = next(iter(datasets.load_dataset(**source, split="train", streaming=True)))
+            if text_column not in first or summary_column not in first:
+                raise ValueError(f"its columns are {', '.join(first)}")
             rows = datasets.load_dataset(**source, split="train")
         usable = rows.map(clean, remove_columns=rows.column_names).filter(is_usable)
+        usable = usable.shuffle(seed=0)
         found = f"{name}, {len(rows):,} rows, {len(usable):,} within --max-summary-share"
-        if len(usable) < 2:
+        # All rows of an article are on one side.
+        article_of_row = usable["article"][:]
+        articles = list(dict.fromkeys(article_of_row))
+        if len(articles) < 2:
             raise ValueError(f"too few: {found}")
-        split = usable.train_test_split(0.05, seed=0)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
         columns = f"--text-column {text_column} and --summary-column {summary_column}"
-        cause = error.__cause__ or error
+        cause = str(error.__cause__ or error) or "it has no rows"  # StopIteration says nothing
         raise UserError(f"--dataset {name} with {columns} cannot be used: {cause}") from error
     if dist.get_rank() == 0:
         print(f"dataset  {found}", flush=True)
-    return split["train"], split["test"]
+
+    held_out = set(articles[: math.ceil(0.05 * len(articles))])
+    to_train = []
+    to_validate = []
+    for number, article in enumerate(article_of_row):
+        side = to_validate if article in held_out else to_train
+        side.append(number)
+    return usable.select(to_train), usable.select(to_validate)
 
 
 def train_tokenizer(texts, vocab_size: int, append_eos: bool):

@@ -488,9 +488,12 @@ class Batches(IterableDataset):
         self.sequences = sequences
 
     def __iter__(self):
-        for rows in self.sequences.iter(self.args.micro_batch_size):
-            batch = {name: np.stack(rows[name]) for name in rows}
-            yield batch, self.sequences.state_dict()
+        try:
+            for rows in self.sequences.iter(self.args.micro_batch_size):
+                batch = {name: np.stack(rows[name]) for name in rows}
+                yield batch, self.sequences.state_dict()
+        except UnicodeDecodeError as error:  # a worker cannot hand this kind to its parent
+            raise ValueError(str(error)) from error
         raise ValueError("too few texts for each process to have one")
 
 
@@ -516,7 +519,7 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
     loader = DataLoader(
         Batches(args, sequences),
         batch_size=None,
-        num_workers=1,
+        num_workers=1,  # not 2: `IterableDataset.iter` would give every batch to both
         worker_init_fn=common.ignore_sigterm,
         prefetch_factor=8,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
@@ -658,8 +661,8 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
 
 # --resume refuses a checkpoint if one of these flags differs. Any other may change.
 MUST_MATCH = (
-    "model dataset text_column tokenizer seq_length global_batch_size"
-    " lr warmup_steps max_steps seed"
+    "model dataset text_column tokenizer seq_length global_batch_size lr warmup_steps max_steps"
+    " seed local_steps outer_lr outer_momentum"
 ).split()
 
 
