@@ -5,6 +5,7 @@ its processes before its main runs: faults, and looks inside.
 """
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import itertools
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_convert
 
 import numpy as np
-from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM
+from transformers import DataCollatorForSeq2Seq
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -84,7 +85,7 @@ def parse(script, *flags):
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
-NETWORKS = mnist_fsdp.NETWORKS | {"xpu": mnist_fsdp_xpu.Network}
+NETWORKS = {name: setting.make for name, setting in mnist_fsdp.NETWORKS.items()} | {"xpu": mnist_fsdp_xpu.Network}
 draw_digits = mnist_fsdp.draw_digits
 
 
@@ -106,7 +107,7 @@ def mnist_units(network, version, min_num_params):
     args = parse("mnist_fsdp.py", "--min-num-params", min_num_params)
     shard = {1: mnist_fsdp.shard_with_fsdp1, 2: mnist_fsdp.shard_with_fsdp2}[version]
     with torch.device("meta"):  # spares millions of random numbers
-        model = Nested() if network == "nested" else mnist_fsdp.NETWORKS[network]()
+        model = Nested() if network == "nested" else NETWORKS[network]()
     world = common.setup(None)
     model = shard(args, world, model.to_empty(device="cpu"))
     kinds = (FSDPModule, FullyShardedDataParallel)
@@ -146,7 +147,7 @@ def t5_tokenized(articles, tokenizer, source_length, target_length):
 def t5_loader(rows, steps, tokenizer):
     """The dataset and the options that the DataLoader of a GPU's batches gets."""
     world = world_of()._replace(device=torch.device("cuda"))
-    with mock.patch.object(t5_fsdp, "DataLoader") as loader:
+    with mock.patch.object(t5_fsdp, "DataLoader") as loader, mock.patch.object(common, "start_workers", iter):
         list(t5_fsdp.batches_on_device(rows, steps, DataCollatorForSeq2Seq(tokenizer), world))
     return loader.call_args.args[0], loader.call_args.kwargs
 
@@ -164,7 +165,9 @@ LM_MODELS = tuple(lm_multinode.MODELS)
 def lm_num_parameters(name, vocabulary):
     """Those of one of the shapes of --model."""
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **lm_multinode.MODELS[name])).num_parameters()
+        config = copy.deepcopy(lm_multinode.MODELS[name])
+        config.vocab_size = vocabulary
+        return lm_multinode.make_meta_model(config).num_parameters()
 
 
 def lm_mesh_shape(args, size, per_node):
@@ -195,7 +198,8 @@ def lm_stream(args, tokenizer, rank=0, size=1, position=None, source=None, scrip
             yield default_convert(batch), position
 
     source = source or script.load_texts(args)[0]
-    with mock.patch.object(script, "DataLoader", in_this_process):
+    no_workers = mock.patch.object(script.common, "start_workers", iter)
+    with mock.patch.object(script, "DataLoader", in_this_process), no_workers:
         stream = lm_loader(args, tokenizer, rank, size, position, source, script)
         first = next(stream)
     for batch, position in itertools.chain([first], stream):
@@ -221,7 +225,7 @@ def lm_global_batches(args, tokenizer, size, script=lm_multinode):
 
 
 # What a user may edit in a copy, before and after.
-LM_WIDER = ('"intermediate_size": 352', '"intermediate_size": 35200')
+LM_WIDER = ("intermediate_size=352,", "intermediate_size=35200,")
 LM_READS_THE_LOSS = ("loss_sum += loss.detach()", "loss_sum += loss.item()")
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
@@ -250,7 +254,7 @@ def lm_trainer(args, world, config, batches):
 
 def t5_trainer(args, world):
     """The tokenizer, and a function that makes a step of the first epoch."""
-    config, tokenizer, articles, _ = t5_fsdp.load_data(args)
+    config, tokenizer, articles, _ = t5_fsdp.load_data(args, world)
     lengths = torch.tensor([len(ids) for ids in articles["input_ids"]])
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
     batches = t5_fsdp.batches_on_device(articles, t5_fsdp.split_epoch(args, world, lengths, 1), collate, world)
@@ -275,7 +279,7 @@ def start_changed(path, change, *arguments):
     script = load_module(path)
     globals()[change](script, *arguments)
     args = script.parse_args()
-    if getattr(args, "mode", "") == "both":
+    if getattr(args, "mode", "") is None:
         script.compare_both_halves(args)
     else:
         script.common.run(script.main, args)
@@ -341,11 +345,11 @@ def full_disk_in_export(script, number):
     exports = itertools.count(1)
     export = script.common.export
 
-    def export_and_fail(model, empty, tokenizer, folder, world):
+    def export_and_fail(model, meta_model, tokenizer, folder, world):
         if next(exports) == number:
             tokenizer = mock.Mock()
             tokenizer.save_pretrained.side_effect = OSError("No space left on device")
-        export(model, empty, tokenizer, folder, world)
+        export(model, meta_model, tokenizer, folder, world)
 
     script.common.export = export_and_fail
 
@@ -426,7 +430,7 @@ def add_buffers(script):
         return make_with_buffers
 
     script.load_model = with_buffers(script.load_model)
-    script.empty_model = with_buffers(script.empty_model)
+    script.make_meta_model = with_buffers(script.make_meta_model)
 
 
 def record_fsdp(script):
@@ -479,7 +483,7 @@ def record_collectives(script):
     train_step = script.train_step
     summed_loss = script.summed_loss
     main = script.main
-    found = {"over_all": {}, "second_step": [], "saved_bytes": 0, "state_gb": 0}
+    found = {"over_all": {}, "second_step": [], "saved_bytes": 0, "state_gib": 0}
     step = 0
     in_step = False
 
@@ -516,7 +520,7 @@ def record_collectives(script):
         in_step = True
         result = train_step(args, world, model, optimizer, *rest)
         in_step = False
-        found["state_gb"] = script.common.state_gb(model, optimizer)
+        found["state_gib"] = script.common.state_gib(model, optimizer)
         return result
 
     def recorded_main(args, world):
