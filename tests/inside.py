@@ -6,13 +6,16 @@ its processes before its main runs: faults, and looks inside.
 
 import contextlib
 import copy
+import datetime
 import functools
 import importlib.util
 import itertools
 import json
 import os
 import signal
+import socket
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -23,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import default_convert
+from torch.utils.data import dataloader, default_convert
 
 import numpy as np
-from transformers import DataCollatorForSeq2Seq
+from transformers import DataCollatorForSeq2Seq, GPT2Config
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -70,6 +73,24 @@ def main(args, world):
 
 args = argparse.Namespace(device="cpu", num_processes=2, fate=sys.argv[1])
 common.run(main, args)
+"""
+
+
+# Prints how many sockets rank 1 has.
+SOCKETS = """
+import argparse, os
+import common
+
+def main(args, world):
+    for _ in range(3):
+        with common.first_on_node(world):
+            pass
+    common.dist.barrier()
+    links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")[:-1]]
+    if world.rank == 1:
+        print("sockets", len([link for link in links if "socket" in link]), flush=True)
+
+common.run(main, argparse.Namespace(device="cpu", num_processes=0))
 """
 
 
@@ -317,6 +338,88 @@ def stop_beside_workers(script, rank, step):
 
 def make_workers(loader_class, *arguments, **options):
     return loader_class(*arguments, **options | {"num_workers": 2})
+
+
+def in_own_session(script):
+    """All that this rank starts can then be found by its session, and gets the signals of its group, as under Slurm."""
+    os.setsid()
+    print("session", os.getpid(), flush=True)
+
+
+def stop_group(script, name, when, worker_start):
+    """This rank and its workers get a signal: while the workers start, or in the middle of the second step, which needs
+    more batches than they have ready. `worker_start`: how they start, "fork" on Linux."""
+    in_own_session(script)
+    script.common.WORKER_START = worker_start
+    summed_loss = script.summed_loss
+    losses = itertools.count(1)
+    make_iterator = dataloader._MultiProcessingDataLoaderIter.__init__
+
+    def stop():
+        os.killpg(0, signal.Signals[name])
+
+    def make_and_stop(self, loader):
+        make_iterator(self, loader)
+        stop()
+
+    def lose_and_stop(model, batch):
+        micro_batches = script_args.global_batch_size // (2 * script_args.micro_batch_size)
+        if torch.is_grad_enabled() and next(losses) == micro_batches + 3:
+            stop()
+        return summed_loss(model, batch)
+
+    script_args = script.parse_args()
+    if when == "at the start":
+        dataloader._MultiProcessingDataLoaderIter.__init__ = make_and_stop
+    else:
+        script.summed_loss = lose_and_stop
+
+
+def kill_alone(script, step):
+    """Rank 1 is killed in a step; what it has started is not."""
+    in_own_session(script)
+    signal_in_step(script, 1, step)
+
+
+def slow_disk_in_export(script):
+    """Rank 0 writes the model for longer than a collective may take."""
+    export = script.common.export
+
+    def export_slowly(model, meta_model, tokenizer, folder, world):
+        def save_slowly(path):
+            time.sleep(6)
+            type(tokenizer).save_pretrained(tokenizer, path)
+
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
+        slow = mock.Mock()
+        slow.save_pretrained.side_effect = save_slowly
+        export(model, meta_model, slow, folder, world)
+        dist.distributed_c10d._set_pg_timeout(script.common.TIMEOUT)
+
+    script.common.export = export_slowly
+
+
+def take_next_port(script):
+    """Another program has the port after torchrun's."""
+    if os.environ["RANK"] == "0":
+        script.taken = socket.create_server(("", int(os.environ["MASTER_PORT"]) + 1))
+
+
+def record_readers(script):
+    """Write who lists and reads the files of the dataset, which may be on the Hub."""
+    load_texts = script.load_texts
+
+    def load_and_record(args):
+        with open(args.output_dir / "readers", "a") as file:
+            file.write(os.environ["RANK"])
+        return load_texts(args)
+
+    script.load_texts = load_and_record
+
+
+def add_gpt2_row(script):
+    """A model that `layers_of` does not fit."""
+    script.MODELS["tiny"] = GPT2Config(n_layer=1, n_embd=8, n_head=2)
 
 
 def kill_in_save(script, rank, number):
