@@ -415,7 +415,10 @@ def describe_state(meta_model, shards: int, world, offload=False, extra_bytes=0)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
     if world.device.type != "cpu" and not offload:
         device_module = torch.get_device_module(world.device)
-        memory = device_module.get_device_properties(world.device).total_memory
+        if hasattr(device_module, "get_device_properties"):
+            memory = device_module.get_device_properties(world.device).total_memory
+        else:  # this fails on many Intel GPUs
+            memory = torch.accelerator.get_memory_info(world.device)[1]
         processes_per_device = math.ceil(world.local_size / torch.accelerator.device_count())
         memory /= processes_per_device
     state = num_bytes / shards

@@ -16,7 +16,11 @@ from inside import lm_num_parameters
 FOUND = torch.accelerator.current_accelerator(check_available=True)
 USABLE = FOUND is not None and FOUND.type != "mps"
 DEVICES = torch.accelerator.device_count() if USABLE else 0
-PROCESSES = [count for count in (1, 2) if count <= DEVICES] or [1]
+# Processes can share a device: NVIDIA's from NCCL 2.30 on, and the simulated one.
+SHARES = USABLE and FOUND.type != "xpu"
+if SHARES and FOUND.type == "cuda":
+    SHARES = torch.cuda.nccl.version() >= (2, 30)
+PROCESSES = [1, 2] if DEVICES >= 2 or SHARES else [1]
 NEAR = {"abs": 1e-4}  # an accelerator adds up in another order than a CPU, and Adam divides by what may be small
 pytestmark = pytest.mark.skipif(not USABLE, reason="PyTorch finds no accelerator that FSDP runs on")
 STEPS = 4
@@ -27,6 +31,8 @@ def run_on(device, script, settings, processes):
     """Run a script for {output folder: flags}, on the CPU or on the accelerator. Returns the output."""
     arguments = [[*flags, "--output-dir", folder] for folder, flags in settings.items()]
     options = {"device": device, "change": ("compute_in_fp32",), "fork": device == "cpu"}
+    if device != "cpu" and processes > DEVICES:
+        options["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     finished = run_many(script, arguments, processes, **options)
     if device != "cpu":
         assert len(re.findall(rf" {processes} x {FOUND.type},", finished.stdout)) == len(settings)
@@ -125,7 +131,7 @@ def test_the_lm_resumes_to_the_bit_and_across_devices(lm_runs, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(DEVICES < 2, reason="fewer than two devices")
+@pytest.mark.skipif(max(PROCESSES) < 2, reason="fewer than two devices, which processes cannot share")
 def test_diloco_has_the_losses_of_the_cpu(tmp_path):
     flags = (*LM, "--sharding-strategy", "DILOCO", "--shards-per-replica", 1, "--local-steps", 2)
     flags = (*flags, "--validate-every", 2, "--no-save-model")
@@ -133,6 +139,33 @@ def test_diloco_has_the_losses_of_the_cpu(tmp_path):
     on_device = {tmp_path / "saving": (*flags, *SAVING), tmp_path / "offload": (*flags, "--cpu-offload")}
     run_on(FOUND.type, "lm_multinode.py", on_device, 2)
     check_like_the_cpu(tmp_path, ("saving", "offload"), "loss", "val_loss")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not SHARES, reason="processes cannot share a device")
+def test_four_processes_share_the_devices(tmp_path):
+    """More than there are: sharded over all, and in two replicas of two."""
+    strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "DILOCO")
+    replicas = ("--shards-per-replica", 2, "--local-steps", 2, "--validate-every", 2, "--no-save-model")
+    settings = {name: (*LM, *replicas, "--sharding-strategy", name) for name in strategies}
+    for device in ("cpu", FOUND.type):
+        run_on(device, "lm_multinode.py", {tmp_path / device / name: settings[name] for name in strategies}, 4)
+    for name in strategies:
+        for field in ("loss", "val_loss"):
+            expected = curve(tmp_path / "cpu" / name, field)
+            assert curve(tmp_path / FOUND.type / name, field) == pytest.approx(expected, **NEAR), (name, field)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(DEVICES == 0 or not SHARES, reason="processes cannot share a device")
+def test_more_processes_than_devices_only_when_asked_for(tmp_path):
+    """On a cluster they are a mistake."""
+    flags = ("--num-processes", 2 * DEVICES, "--max-steps", 1, "--output-dir", tmp_path)
+    finished = run("lm_multinode.py", *flags, device=FOUND.type, NCCL_MULTI_RANK_GPU_ENABLE="0")
+    if FOUND.type == "cuda":  # there the script asks by itself, as one command is one machine
+        assert finished.returncode == 0
+    else:
+        assert finished.returncode == 2 and "NCCL_MULTI_RANK_GPU_ENABLE" in finished.stderr
 
 
 @pytest.mark.long

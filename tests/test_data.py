@@ -250,6 +250,23 @@ def test_an_epoch_is_a_permutation_that_saves_padding(samples):
         assert torch.corrcoef(torch.stack([longest, torch.arange(len(steps)).double()]))[0, 1].abs() < 0.3
 
 
+@pytest.mark.parametrize("samples, batch_size", [(380, 8), (1500, 32), (20, 8)])
+def test_no_step_comes_twice_and_every_article_is_met(samples, batch_size):
+    """In three epochs: the longest articles, too; and little is padding."""
+    lengths = torch.randint(10, 500, (samples,), generator=torch.Generator().manual_seed(0))
+    steps = []
+    for epoch in (1, 2, 3):
+        steps += inside.t5_steps(lengths, batch_size, epoch=epoch)
+    assert len(steps) == 3 * (samples // batch_size)
+    assert len({frozenset(step) for step in steps}) == len(steps)
+    assert {number for step in steps for number in step} == set(range(samples))
+    if samples > 20:
+        padded = sum(batch_size * lengths[step].max().item() for step in steps)
+        real = sum(lengths[step].sum().item() for step in steps)
+        print(f"padding {padded / real - 1:.3f}")
+        assert padded < 1.12 * real
+
+
 @pytest.mark.long
 def test_workers_make_the_batches_of_an_accelerator_also_where_they_are_not_forked(tokenizer):
     """All that they need then reaches them as a pickle. What they make is pinned."""

@@ -11,7 +11,7 @@ import torch
 
 import pytest
 from conftest import make_model, run, write_mnist
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from inside import train_tokenizer
 
@@ -24,7 +24,7 @@ MNIST = "mnist_fsdp.py --dataset mnist --data-dir"
 USUAL = [
     ("t5_fsdp.py --epoch 1", 1, "--epoch 1", "--help"),
     ("t5_fsdp.py --lr fast", 1, "--lr", "fast"),
-    ("t5_fsdp.py --batch-size 0", 2, "--batch-size"),  # of two processes one speaks
+    ("t5_fsdp.py --batch-size 0", 2, "--batch-size", "1 or more"),  # of two processes one speaks
     ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
     ("t5_fsdp.py --output-dir file", 1, "--output-dir", "file"),
     ("t5_fsdp.py --output-dir trained", 1, "trained", "--resume", "--output-dir"),
@@ -32,11 +32,16 @@ USUAL = [
     ("t5_fsdp.py --dataset columns.csv", 1, "--text-column", "--summary-column", "body", "abstract"),
     (f"{T5} --batch-size 500", 2, "1000", "--batch-size"),
     (f"{T5} --model bert", 1, "--model bert", "docs/your-model-and-data.md"),
-    (f"{T5} --model ./absent", 1, "--model ./absent"),
+    (f"{T5} --model ./absent", 1, "--model ./absent does not exist"),
+    (f"{T5} --model no-start", 1, "--model no-start", "decoder_start_token_id"),
+    ("t5_fsdp.py --dataset rows.tsv", 1, "--dataset rows.tsv", ".csv", ".parquet"),
+    ("t5_fsdp.py --dataset ./nothing", 1, "--dataset ./nothing does not exist"),
     ("t5_fsdp.py --backward-prefetch post", 1, "--backward-prefetch", "--fsdp-version 1"),
     ("lm_multinode.py --dataset absent*.jsonl", 1, "--dataset", "absent*.jsonl"),
     ("lm_multinode.py --dataset empty", 1, "--dataset empty"),
-    ("lm_multinode.py --model gpt2", 1, "--model gpt2"),
+    ("lm_multinode.py --model gpt2", 1, "--model gpt2", "docs/your-model-and-data.md"),
+    ("lm_multinode.py --tokenizer no-end", 1, "no-end", "end-of-text"),
+    ("lm_multinode.py --dataset articles.csv", 1, "--dataset articles.csv", ".jsonl"),
     ("lm_multinode.py --global-batch-size 20", 2, "--global-batch-size", "--micro-batch-size"),
     ("lm_multinode.py --seq-length 99999", 1, "--seq-length"),
     (f"{HYBRID} --shards-per-replica 2", 3, "--shards-per-replica"),
@@ -47,6 +52,8 @@ USUAL = [
     ("mnist_fsdp_xpu.py --device cpu --batch-size 9999", 2, "--batch-size 9999"),
 ]
 RARE = [
+    ("lm_multinode.py --model ~/absent", 1, "--model ~/absent does not exist"),
+    ("lm_multinode.py --dataset ./nothing", 2, "--dataset ./nothing does not exist"),
     ("t5_fsdp.py --lr nan", 1, "--lr", "nan"),
     ("t5_fsdp.py --sharding-strategy HYBRID_SHARD", 1, "--sharding-strategy", "FULL_SHARD", "SHARD_GRAD_OP"),
     ("t5_fsdp.py --precision fp16 --cpu-offload", 1, "--precision", "--cpu-offload", "bf16", "fp32"),
@@ -103,6 +110,12 @@ def files(tmp_path_factory, articles_csv):
     tokenizer.save_pretrained(folder / "gpt2")
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)).save_pretrained(folder / "gpt2")
     tokenizer.save_pretrained(folder / "short")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder / "no-end")
+    no_start = AutoConfig.from_pretrained(make_model(folder / "no-start"))
+    no_start.decoder_start_token_id = None
+    no_start.save_pretrained(folder / "no-start")
+    (folder / "rows.tsv").write_text("headline\ttext\na\tb\n")
     LlamaConfig(max_position_embeddings=64).save_pretrained(folder / "short")
 
     write_mnist(folder / "mnist")
@@ -153,6 +166,11 @@ def test_rank_without_the_other_variables_of_torchrun(here):
 @pytest.mark.skipif(torch.xpu.is_available(), reason="there is an Intel GPU, on which it trains")
 def test_the_xpu_script_trains_on_a_cpu_only_when_told_to(here):
     refuse("mnist_fsdp_xpu.py", words=["--device xpu", "--device cpu"], device=None)
+
+
+@pytest.mark.long
+def test_a_row_of_models_that_the_layers_do_not_fit(here):
+    refuse("lm_multinode.py", words=["--model tiny", "docs/your-model-and-data.md"], change=("add_gpt2_row",))
 
 
 @pytest.mark.long
