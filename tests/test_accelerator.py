@@ -9,7 +9,7 @@ import shutil
 import torch
 
 import pytest
-from conftest import VERSIONS, curve, records, run, run_many, succeed
+from conftest import AFTER_ADAM, VERSIONS, curve, records, run, run_many, succeed
 
 from inside import lm_num_parameters
 
@@ -17,7 +17,6 @@ FOUND = torch.accelerator.current_accelerator(check_available=True)
 USABLE = FOUND is not None and FOUND.type != "mps"
 DEVICES = torch.accelerator.device_count() if USABLE else 0
 PROCESSES = [count for count in (1, 2) if count <= DEVICES] or [1]
-NEAR = {"abs": 1e-4}  # an accelerator adds up in another order than a CPU, and Adam divides by what may be small
 pytestmark = pytest.mark.skipif(not USABLE, reason="PyTorch finds no accelerator that FSDP runs on")
 STEPS = 4
 SAVING = ("--checkpoint-every", 2)
@@ -46,7 +45,7 @@ def check_like_the_cpu(root, names, *fields, **tolerance):
             continue
         for field in fields:
             assert curve(root / name, field), (name, field)
-            on_cpu = pytest.approx(curve(root / "cpu", field), **tolerance or NEAR)
+            on_cpu = pytest.approx(curve(root / "cpu", field), **tolerance or AFTER_ADAM)
             assert curve(root / name, field) == on_cpu, (name, field)
 
 
@@ -63,7 +62,7 @@ def check_resume(device, script, settings, processes, tmp_path):
     for before, after in zip(settings, resumed, strict=True):
         expected = curve(before)[2:]
         is_same_device = (before.name == "cpu") == (device == "cpu")
-        assert curve(after) == (expected if is_same_device else pytest.approx(expected, **NEAR)), after
+        assert curve(after) == (expected if is_same_device else pytest.approx(expected, **AFTER_ADAM)), after
     return printed
 
 

@@ -1,6 +1,7 @@
 """FSDP changes where a model lives and not what it learns: every script against a loop without FSDP in one process.
 
-Losses, gradient norms and validation losses agree to 1e-5: on two processes by default, in the long tests on others.
+Losses, gradient norms and validation losses agree to 1e-5, after several steps of Adam to 1e-4: on two processes by
+default, in the long tests on others.
 """
 
 import copy
@@ -15,7 +16,7 @@ from torch.utils.data import DistributedSampler
 
 import numpy as np
 import pytest
-from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, check_curves, curve, records, run_many
+from conftest import AFTER_ADAM, CLOSE, CURVES, SAVE_ON_CPU, VERSIONS, check_curves, curve, near, records, run_many
 from plain import adamw, cross_entropy, t5_batches, t5_samples, train_plainly
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
@@ -384,14 +385,17 @@ def train_mnist_plainly(network, processes, epochs=2):
     return results
 
 
-def check_epochs(folder, plain):
-    rows = [(row["loss"], row["test_loss"], row["accuracy"]) for row in records(folder, "loss")]
-    assert rows == [pytest.approx(row, **CLOSE) for row in plain], folder
+def epochs_of(folder):
+    return [(row["loss"], row["test_loss"], row["accuracy"]) for row in records(folder, "loss")]
+
+
+def check_epochs(folder, plain, tolerance):
+    assert epochs_of(folder) == [pytest.approx(row, **tolerance) for row in plain], folder
 
 
 def test_the_local_network_equals_a_plain_loop(train, tmp_path):
     train("mnist_fsdp.py", {"local": ("--model", "shallow", "--mode", "local")}, 1, change=["no_dropout"])
-    check_epochs(tmp_path / "local", train_mnist_plainly("shallow", 1))
+    check_epochs(tmp_path / "local", train_mnist_plainly("shallow", 1), AFTER_ADAM)
 
 
 @two_and_long(3)
@@ -399,9 +403,9 @@ def test_the_local_network_equals_a_plain_loop(train, tmp_path):
 def test_digits_are_learned_as_by_a_plain_loop(train, processes, network, tmp_path):
     """By Adam, and by Adadelta with a learning rate that falls. Three cannot divide 100 test images, nor the weights.
     What is saved has the score that is reported."""
-    script, shared = "mnist_fsdp.py", ("--model", "shallow")
+    script, shared, tolerance = "mnist_fsdp.py", ("--model", "shallow"), AFTER_ADAM
     if network == "xpu":
-        script, shared = "mnist_fsdp_xpu.py", ("--lr", 0.1, "--gamma", 0.5)
+        script, shared, tolerance = "mnist_fsdp_xpu.py", ("--lr", 0.1, "--gamma", 0.5), CLOSE
     settings = {"small units": (*shared, "--min-num-params", 2000, "--test-batch-size", 7)}
     for version in VERSIONS:
         saving = "--save-model" if version in SAVE_ON_CPU else "--no-save-model"
@@ -410,19 +414,28 @@ def test_digits_are_learned_as_by_a_plain_loop(train, processes, network, tmp_pa
 
     plain = train_mnist_plainly(network, processes)
     for name in settings:
-        check_epochs(tmp_path / name, plain)
+        check_epochs(tmp_path / name, plain, tolerance)
     for path in tmp_path.rglob("*.safetensors"):
         model = NETWORKS[network]().eval()
         model.load_state_dict(load_file(path))
-        assert score(model) == pytest.approx(plain[-1][1:], **CLOSE), path
+        assert score(model) == pytest.approx(epochs_of(path.parents[1])[-1][1:], **CLOSE), path
     assert len(list(tmp_path.rglob("*.safetensors"))) == len(SAVE_ON_CPU)
 
 
 # ---- The comparison --------------------------------------------------------------------------------------------------
+def furthest(curves, other):
+    """How many times what the tests above allow is between some value of two plain loops."""
+    times = []
+    for name, values, others in zip(CURVES, curves, other, strict=True):
+        allowed = [expected.tolerance for expected in near(name, values)]
+        times += [abs(value - o) / limit for value, o, limit in zip(values, others, allowed, strict=True)]
+    return max(times)
+
+
 def test_other_clipping_decay_order_or_divisor_would_be_noticed(plain_t5, plain_lm):
-    """Each changes the losses of the plain loops by more than ten times of what the tests above allow."""
+    """Each changes a loss or a gradient norm of the plain loops by more than ten times what the tests above allow."""
     for other in (plain_t5(clip=math.inf), plain_t5(seed=2)):
-        assert differs(plain_t5()[0], other[0], 1e-4)
+        assert furthest(plain_t5(), other) > 10
     for other in (plain_lm(2, clip=math.inf), plain_lm(2, seed=2), plain_lm(2, weight_decay=0)):
-        assert differs(plain_lm(2)[0], other[0], 1e-4)
-    assert differs(train_mnist_plainly("xpu", 1)[-1], train_mnist_plainly("xpu", 2)[-1], 1e-3)
+        assert furthest(plain_lm(2), other) > 10
+    assert differs(train_mnist_plainly("xpu", 1)[-1], train_mnist_plainly("xpu", 2)[-1], 10 * CLOSE["abs"])
