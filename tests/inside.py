@@ -336,6 +336,11 @@ def pretend_memory(script, gigabytes):
     os.sysconf = pages.__getitem__
 
 
+def pretend_torch(script, version):
+    """PyTorch has this version."""
+    torch.__version__ = torch.torch_version.TorchVersion(version)
+
+
 def full_disk_in_export(script, number):
     """The export of that number writes the model, and has no room for the tokenizer."""
     exports = itertools.count(1)

@@ -191,8 +191,9 @@ def test_wikihow_all(tmp_path):
         article = inside.builtin_article(number)
         headline = "\n" + article["headline"].replace(".\n", ".,\n") + ","
         text = '\nHe said "do it".\n\n, ' + article["text"] + "\n\n\n"
-        for method in (1, 2):  # two methods of one article
-            rows.append({"headline": headline, "title": f"{article['title']}{method}", "text": text + f" ({method})"})
+        for method in (1, 2):  # two methods of one article, or the same row twice
+            titled = {"headline": headline, "title": f"{article['title']}{method}", "text": f"{text} ({method})"}
+            rows.append(titled if number < 40 else titled | {"title": "", "text": text})
     rows.append({"headline": "", "title": "How to Lack a Headline", "text": "There is text."})
     rows.append({"headline": "Nothing here.", "title": "How to Lack a Text", "text": " \n"})
     rows.append({"headline": "Much longer than its text.", "title": "How to Ramble", "text": "Short text."})
@@ -200,6 +201,9 @@ def test_wikihow_all(tmp_path):
 
     train, validation = inside.t5_articles(write_csv(tmp_path / "wikihowAll.csv", rows))
     assert len(train) + len(validation) == 121  # of 124 rows, two with a gap and one with a long summary
+    assert 6 <= len(validation) <= 8  # 4 of 61 articles, of which one is a single row
+    of_train, of_validation = ({re.sub(r"\s+\(\d\)$", "", text) for text in part["text"]} for part in (train, validation))
+    assert not of_train & of_validation
     texts = train["text"][:] + validation["text"][:]
     summaries = train["summary"][:] + validation["summary"][:]
     assert "12345" in summaries
@@ -284,6 +288,3 @@ def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
     cached = set(Path(CACHES.name).rglob("*.arrow"))
     run_many("t5_fsdp.py", [[*flags, "--batch-size", 8, "--output-dir", tmp_path / "one"]], 1)
     assert cached == set(Path(CACHES.name).rglob("*.arrow")) and list(losses(tmp_path / "one")) == [5, 10]
-
-
-# ---- Digits of mnist_fsdp.py -----------------------------------------------------------------------------------------
