@@ -83,6 +83,11 @@ def parse(script, *flags):
         return MODULES[script].parse_args()
 
 
+def check_settings(script, checkpoint, *flags):
+    """Raises UserError where a run with these flags does not go on from a checkpoint."""
+    common.read_progress(checkpoint, parse(script, *flags), MODULES[script].MUST_MATCH)
+
+
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
 NETWORKS = mnist_fsdp.NETWORKS | {"xpu": mnist_fsdp_xpu.Network}
 draw_digits = mnist_fsdp.draw_digits

@@ -202,7 +202,9 @@ def test_wikihow_all(tmp_path):
     train, validation = inside.t5_articles(write_csv(tmp_path / "wikihowAll.csv", rows))
     assert len(train) + len(validation) == 121  # of 124 rows, two with a gap and one with a long summary
     assert 6 <= len(validation) <= 8  # 4 of 61 articles, of which one is a single row
-    of_train, of_validation = ({re.sub(r"\s+\(\d\)$", "", text) for text in part["text"]} for part in (train, validation))
+    of_train, of_validation = (
+        {re.sub(r"\s+\(\d\)$", "", text) for text in part["text"]} for part in (train, validation)
+    )
     assert not of_train & of_validation
     texts = train["text"][:] + validation["text"][:]
     summaries = train["summary"][:] + validation["summary"][:]
