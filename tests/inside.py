@@ -169,7 +169,11 @@ LM_MODELS = tuple(lm_multinode.MODELS)
 def lm_num_parameters(name, vocabulary):
     """Those of one of the shapes of --model."""
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **lm_multinode.MODELS[name])).num_parameters()
+        return LlamaForCausalLM(lm_shape(name, vocabulary)).num_parameters()
+
+
+def lm_shape(name, vocabulary):
+    return LlamaConfig(vocab_size=vocabulary, **lm_multinode.MODELS[name])
 
 
 def lm_mesh_shape(args, size, per_node):
@@ -291,6 +295,18 @@ def no_dropout(script):
     torch.nn.Dropout.forward = lambda self, x: x
 
 
+def show_test_batches(script):
+    """MNIST's, without dropout."""
+    evaluate = script.evaluate
+
+    def show_and_evaluate(world, model, loader):
+        print(f"test batches of {loader.batch_size}", flush=True)
+        return evaluate(world, model, loader)
+
+    script.evaluate = show_and_evaluate
+    no_dropout(script)
+
+
 def compute_in_fp32(script):
     """Without TF32; and without dropout, for which a CPU draws other numbers."""
     torch.set_float32_matmul_precision = lambda precision: None
@@ -398,14 +414,22 @@ def capture_graphs(script):
 
 
 def record_model(script):
-    """Write what this rank's model is at each validation; the last one stays. `loads`: how often the rank loaded it."""
+    """Write what this rank's model is at each validation; the last one stays. `loads`: how often the rank loaded it;
+    `offloading`: how many calls of `fully_shard` offload."""
     validate = script.validate
     load_model = script.load_model
+    fully_shard = script.fully_shard
     loads = []
+    offloading = []
 
     def count_and_load(*arguments):
         loads.append(arguments)
         return load_model(*arguments)
+
+    def count_and_shard(modules, **options):
+        if "offload_policy" in options:
+            offloading.append(options["offload_policy"])
+        return fully_shard(modules, **options)
 
     def record_and_validate(args, world, model, *rest, **options):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -414,11 +438,40 @@ def record_model(script):
             "units": sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()),
             "buffers": [buffer.clone() for buffer in model.buffers()],
             "loads": len(loads),
+            "offloading": len(offloading),
         }
         torch.save(seen, args.output_dir / f"model-{world.rank}.pt")
         return validate(args, world, model, *rest, **options)
 
     script.load_model = count_and_load
+    script.fully_shard = count_and_shard
+    script.validate = record_and_validate
+
+
+def record_validation(script):
+    """Write the sizes of this rank's batches in T5's last validation, and the references of the summaries it scores."""
+    validate = script.validate
+    summed_loss = script.summed_loss
+    score = script.RougeScorer.score
+    found = {}
+
+    def sized_loss(model, batch):
+        if not torch.is_grad_enabled():
+            found["batches"].append(len(batch["labels"]))
+        return summed_loss(model, batch)
+
+    def recorded_score(scorer, reference, summary):
+        found["scored"].append(reference)
+        return score(scorer, reference, summary)
+
+    def record_and_validate(args, world, *rest, **options):
+        found.update(batches=[], scored=[])
+        loss = validate(args, world, *rest, **options)
+        (args.output_dir / f"validated-{world.rank}.json").write_text(json.dumps(found))
+        return loss
+
+    script.summed_loss = sized_loss
+    script.RougeScorer.score = recorded_score
     script.validate = record_and_validate
 
 

@@ -92,6 +92,20 @@ def test_every_text_comes_once_in_a_pass_whatever_the_processes(tmp_path, tokeni
     assert len(seen) == len(set(seen)) and set(seen) == set(texts) - set(held_out)
 
 
+def test_each_pass_has_an_order_of_its_own(tmp_path, tokenizer):
+    """Also where a pass is as many texts as are shuffled at a time."""
+    count = 500
+    args = lm_args(write_shards(tmp_path, [600]), seq_length=8)
+    texts = read_texts(tmp_path)
+    own = [row["text"] for row in inside.lm_texts(args)[0]][:count]
+    write_shards(tmp_path, [texts.index(own[-1]) + 1])
+    tokens, _ = take(inside.lm_stream(args, tokenizer), 1600)
+    found = whole_texts(tokenizer, tokens, own)
+    first, second = found[: count - 10], found[count : 2 * count - 10]  # at its end a pass is cut off
+    in_both = set(itertools.pairwise(first)) & set(itertools.pairwise(second))
+    assert len(in_both) < 0.1 * count
+
+
 def test_held_out_texts_are_chosen_by_their_content(tmp_path):
     """A twentieth, whatever files they are in: every process takes the same, and a text that comes twice is on one
     side. None of them is trained on, also where fewer are validated on."""
