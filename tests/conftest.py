@@ -32,7 +32,9 @@ from inside import MODULES, builtin_article, draw_digits, train_tokenizer
 SCRIPTS = tuple(MODULES)
 VERSIONS = (1, 2)  # of FSDP
 SAVE_ON_CPU = VERSIONS if torch.__version__ >= (2, 14) else (2,)  # those that save a whole model there
-CLOSE = {"abs": 1e-5}  # for losses of runs that differ in processes, strategy or version; on a loss of about 1 to 8
+CLOSE = {"abs": 1e-5}  # for losses of equal weights that are computed in another way; on a loss of about 1 to 8
+# For losses after several steps of Adam: of a gradient that is almost 0, rounding decides the sign of a step of lr.
+AFTER_ADAM = {"abs": 1e-4}
 
 
 def fsdp(version):
@@ -107,11 +109,21 @@ def losses(output_dir):
     return {record["step"]: record["loss"] for record in records(output_dir, "loss")}
 
 
-def check_curves(output_dir, plain, **tolerance):
+CURVES = ("loss", "grad_norm", "val_loss")
+
+
+def near(name, values):
+    """What equals each value of a curve, or is as near to it as runs must be that compute the same in other ways."""
+    if name == "grad_norm":
+        return [pytest.approx(value, rel=1e-4) for value in values]
+    exact = {"loss": 2, "val_loss": 1}[name]  # values before the second step of Adam shows
+    return [pytest.approx(value, **CLOSE if number < exact else AFTER_ADAM) for number, value in enumerate(values)]
+
+
+def check_curves(output_dir, plain):
     """Losses, gradient norms and, if there are three, validation losses are those of a plain loop."""
-    for name, values in zip(("loss", "grad_norm", "val_loss"), plain, strict=False):
-        close = {"rel": 1e-4} if name == "grad_norm" else CLOSE
-        assert curve(output_dir, name) == pytest.approx(values, **tolerance or close), (output_dir, name)
+    for name, values in zip(CURVES, plain, strict=False):
+        assert curve(output_dir, name) == near(name, values), (output_dir, name)
 
 
 def write_csv(path, rows):

@@ -105,6 +105,11 @@ def parse(script, *flags):
         return MODULES[script].parse_args()
 
 
+def check_settings(script, checkpoint, *flags):
+    """Raises UserError where a run with these flags does not go on from a checkpoint."""
+    common.read_progress(checkpoint, parse(script, *flags), MODULES[script].MUST_MATCH)
+
+
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
 NETWORKS = {name: setting.make for name, setting in mnist_fsdp.NETWORKS.items()} | {"xpu": mnist_fsdp_xpu.Network}
 draw_digits = mnist_fsdp.draw_digits
@@ -186,9 +191,13 @@ LM_MODELS = tuple(lm_multinode.MODELS)
 def lm_num_parameters(name, vocabulary):
     """Those of one of the shapes of --model."""
     with torch.device("meta"):
-        config = copy.deepcopy(lm_multinode.MODELS[name])
-        config.vocab_size = vocabulary
-        return lm_multinode.make_meta_model(config).num_parameters()
+        return lm_multinode.make_meta_model(lm_shape(name, vocabulary)).num_parameters()
+
+
+def lm_shape(name, vocabulary):
+    config = copy.deepcopy(lm_multinode.MODELS[name])
+    config.vocab_size = vocabulary
+    return config
 
 
 def lm_mesh_shape(args, size, per_node):
@@ -309,6 +318,18 @@ def start_changed(path, change, *arguments):
 def no_dropout(script):
     """Each rank has its own dropout: parity needs none."""
     torch.nn.Dropout.forward = lambda self, x: x
+
+
+def show_test_batches(script):
+    """MNIST's, without dropout."""
+    evaluate = script.evaluate
+
+    def show_and_evaluate(world, model, loader):
+        print(f"test batches of {loader.batch_size}", flush=True)
+        return evaluate(world, model, loader)
+
+    script.evaluate = show_and_evaluate
+    no_dropout(script)
 
 
 def compute_in_fp32(script):
@@ -443,6 +464,11 @@ def pretend_memory(script, gigabytes):
     os.sysconf = pages.__getitem__
 
 
+def pretend_torch(script, version):
+    """PyTorch has this version."""
+    torch.__version__ = torch.torch_version.TorchVersion(version)
+
+
 def full_disk_in_export(script, number):
     """The export of that number writes the model, and has no room for the tokenizer."""
     exports = itertools.count(1)
@@ -495,14 +521,22 @@ def capture_graphs(script):
 
 
 def record_model(script):
-    """Write what this rank's model is at each validation; the last one stays. `loads`: how often the rank loaded it."""
+    """Write what this rank's model is at each validation; the last one stays. `loads`: how often the rank loaded it;
+    `offloading`: how many calls of `fully_shard` offload."""
     validate = script.validate
     load_model = script.load_model
+    fully_shard = script.fully_shard
     loads = []
+    offloading = []
 
     def count_and_load(*arguments):
         loads.append(arguments)
         return load_model(*arguments)
+
+    def count_and_shard(modules, **options):
+        if "offload_policy" in options:
+            offloading.append(options["offload_policy"])
+        return fully_shard(modules, **options)
 
     def record_and_validate(args, world, model, *rest, **options):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -511,11 +545,40 @@ def record_model(script):
             "units": sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()),
             "buffers": [buffer.clone() for buffer in model.buffers()],
             "loads": len(loads),
+            "offloading": len(offloading),
         }
         torch.save(seen, args.output_dir / f"model-{world.rank}.pt")
         return validate(args, world, model, *rest, **options)
 
     script.load_model = count_and_load
+    script.fully_shard = count_and_shard
+    script.validate = record_and_validate
+
+
+def record_validation(script):
+    """Write the sizes of this rank's batches in T5's last validation, and the references of the summaries it scores."""
+    validate = script.validate
+    summed_loss = script.summed_loss
+    score = script.RougeScorer.score
+    found = {}
+
+    def sized_loss(model, batch):
+        if not torch.is_grad_enabled():
+            found["batches"].append(len(batch["labels"]))
+        return summed_loss(model, batch)
+
+    def recorded_score(scorer, reference, summary):
+        found["scored"].append(reference)
+        return score(scorer, reference, summary)
+
+    def record_and_validate(args, world, *rest, **options):
+        found.update(batches=[], scored=[])
+        loss = validate(args, world, *rest, **options)
+        (args.output_dir / f"validated-{world.rank}.json").write_text(json.dumps(found))
+        return loss
+
+    script.summed_loss = sized_loss
+    script.RougeScorer.score = recorded_score
     script.validate = record_and_validate
 
 

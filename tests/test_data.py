@@ -92,6 +92,20 @@ def test_every_text_comes_once_in_a_pass_whatever_the_processes(tmp_path, tokeni
     assert len(seen) == len(set(seen)) and set(seen) == set(texts) - set(held_out)
 
 
+def test_each_pass_has_an_order_of_its_own(tmp_path, tokenizer):
+    """Also where a pass is as many texts as are shuffled at a time."""
+    count = 500
+    args = lm_args(write_shards(tmp_path, [600]), seq_length=8)
+    texts = read_texts(tmp_path)
+    own = [row["text"] for row in inside.lm_texts(args)[0]][:count]
+    write_shards(tmp_path, [texts.index(own[-1]) + 1])
+    tokens, _ = take(inside.lm_stream(args, tokenizer), 1600)
+    found = whole_texts(tokenizer, tokens, own)
+    first, second = found[: count - 10], found[count : 2 * count - 10]  # at its end a pass is cut off
+    in_both = set(itertools.pairwise(first)) & set(itertools.pairwise(second))
+    assert len(in_both) < 0.1 * count
+
+
 def test_held_out_texts_are_chosen_by_their_content(tmp_path):
     """A twentieth, whatever files they are in: every process takes the same, and a text that comes twice is on one
     side. None of them is trained on, also where fewer are validated on."""
@@ -191,8 +205,9 @@ def test_wikihow_all(tmp_path):
         article = inside.builtin_article(number)
         headline = "\n" + article["headline"].replace(".\n", ".,\n") + ","
         text = '\nHe said "do it".\n\n, ' + article["text"] + "\n\n\n"
-        for method in (1, 2):  # two methods of one article
-            rows.append({"headline": headline, "title": f"{article['title']}{method}", "text": text + f" ({method})"})
+        for method in (1, 2):  # two methods of one article, or the same row twice
+            titled = {"headline": headline, "title": f"{article['title']}{method}", "text": f"{text} ({method})"}
+            rows.append(titled if number < 40 else titled | {"title": "", "text": text})
     rows.append({"headline": "", "title": "How to Lack a Headline", "text": "There is text."})
     rows.append({"headline": "Nothing here.", "title": "How to Lack a Text", "text": " \n"})
     rows.append({"headline": "Much longer than its text.", "title": "How to Ramble", "text": "Short text."})
@@ -200,6 +215,11 @@ def test_wikihow_all(tmp_path):
 
     train, validation = inside.t5_articles(write_csv(tmp_path / "wikihowAll.csv", rows))
     assert len(train) + len(validation) == 121  # of 124 rows, two with a gap and one with a long summary
+    assert 6 <= len(validation) <= 8  # 4 of 61 articles, of which one is a single row
+    of_train, of_validation = (
+        {re.sub(r"\s+\(\d\)$", "", text) for text in part["text"]} for part in (train, validation)
+    )
+    assert not of_train & of_validation
     texts = train["text"][:] + validation["text"][:]
     summaries = train["summary"][:] + validation["summary"][:]
     assert "12345" in summaries
@@ -301,6 +321,3 @@ def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
     cached = set(Path(CACHES.name).rglob("*.arrow"))
     run_many("t5_fsdp.py", [[*flags, "--batch-size", 8, "--output-dir", tmp_path / "one"]], 1)
     assert cached == set(Path(CACHES.name).rglob("*.arrow")) and list(losses(tmp_path / "one")) == [5, 10]
-
-
-# ---- Digits of mnist_fsdp.py -----------------------------------------------------------------------------------------

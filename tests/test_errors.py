@@ -18,6 +18,8 @@ from inside import train_tokenizer
 T5 = "t5_fsdp.py --model t5 --dataset articles.csv"
 HYBRID = "lm_multinode.py --sharding-strategy HYBRID_SHARD"
 MNIST = "mnist_fsdp.py --dataset mnist --data-dir"
+# The first file has the held-out texts. A worker finds what is wrong with the second.
+LATE = "lm_multinode.py --num-validation-texts 100 --dataset whole.json.gz"
 
 # A user's command, its processes, and what the sentence names: the flag and the cure, or the library's cause.
 # What all scripts share is tested with t5_fsdp.py.
@@ -26,6 +28,7 @@ USUAL = [
     ("t5_fsdp.py --lr fast", 1, "--lr", "fast"),
     ("t5_fsdp.py --batch-size 0", 2, "--batch-size", "1 or more"),  # of two processes one speaks
     ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
+    ("t5_fsdp.py --device mps", 1, "--device mps", "Apple", "--device cpu"),
     ("t5_fsdp.py --output-dir file", 1, "--output-dir", "file"),
     ("t5_fsdp.py --output-dir trained", 1, "trained", "--resume", "--output-dir"),
     ("t5_fsdp.py --dataset absent.csv", 2, "--dataset", "absent.csv"),
@@ -64,6 +67,8 @@ RARE = [
     ("lm_multinode.py --dataset c4", 1, "--dataset c4", "reach"),
     ("lm_multinode.py --dataset short.json.gz --seq-length 2048", 1, "--dataset short.json.gz", "--seq-length"),
     ("lm_multinode.py --model short", 1, "--model short", "--seq-length"),
+    (f"{LATE} latin1.json.gz", 1, "--dataset whole.json.gz latin1.json.gz", "utf-8"),
+    (f"{LATE} cut.json.gz", 1, "--dataset whole.json.gz cut.json.gz", "end-of-stream"),
     (f"{MNIST} mnist --lr 1e30 --epochs 1 --model shallow --batch-size 16", 2, "finite", "--lr"),
 ]
 
@@ -71,16 +76,21 @@ RARE = [
 HEADER = b"headline,title,text\n"
 LINES = b"".join(b'{"text": "text %d"}\n' % number for number in range(3000))
 PACKED = gzip.compress(LINES)
+CUT = PACKED[:-20]
+LATIN1 = gzip.compress(LINES + b"\xff")
 FILES = [
     ("notes.txt", b"text", ""),
     ("gap.csv", HEADER + b",t,a text\n", "--max-summary-share"),
     ("ragged.csv", HEADER + b"a,b,c\na,b,c,d,e\n", ""),
     ("latin1.csv", HEADER + b"\xc9t\xe9,t,text of summer\n", "utf-8"),
     ("cut.jsonl", b'{"text": "a", "headline"\n', ""),
+    ("empty.json", b"", ""),
+    ("empty.jsonl", b"", ""),
+    ("header.csv", HEADER, ""),
     ("few.json.gz", gzip.compress(LINES[:40]), ""),
     ("columns.json.gz", gzip.compress(LINES.replace(b'"text"', b'"body"')), "body"),
-    ("cut.json.gz", PACKED[:-20], "end-of-stream"),
-    ("latin1.json.gz", gzip.compress(LINES + b"\xff"), "utf-8"),
+    ("cut.json.gz", CUT, "end-of-stream"),
+    ("latin1.json.gz", LATIN1, "utf-8"),
 ]
 
 
@@ -97,6 +107,8 @@ def files(tmp_path_factory, articles_csv):
     folder = tmp_path_factory.mktemp("files")
     shutil.copy(articles_csv, folder)
     (folder / "short.json.gz").write_bytes(gzip.compress(LINES.replace(b"text ", b"")))
+    for name, content in (("whole", PACKED), ("cut", CUT), ("latin1", LATIN1)):
+        (folder / f"{name}.json.gz").write_bytes(content)
     (folder / "columns.csv").write_text("body,abstract\na,b\n")
     (folder / "file").touch()
     (folder / "empty").mkdir()
@@ -166,6 +178,14 @@ def test_rank_without_the_other_variables_of_torchrun(here):
 @pytest.mark.skipif(torch.xpu.is_available(), reason="there is an Intel GPU, on which it trains")
 def test_the_xpu_script_trains_on_a_cpu_only_when_told_to(here):
     refuse("mnist_fsdp_xpu.py", words=["--device xpu", "--device cpu"], device=None)
+
+
+@pytest.mark.parametrize("command", ["t5_fsdp.py --max-steps 1", "mnist_fsdp.py --save-model"])
+def test_fsdp1_saves_no_model_from_a_cpu_before_torch_2_14(command, here):
+    """Which is said before it trains."""
+    script, *flags = command.split()
+    words = ["2.14", "--no-save-model", "--fsdp-version 2"]
+    refuse(script, *flags, "--fsdp-version", 1, words=words, change=("pretend_torch", "2.13.1"))
 
 
 @pytest.mark.long

@@ -24,6 +24,8 @@ LM = (
     *("--seq-length", 32, "--micro-batch-size", 2, "--num-validation-texts", 1, "--log-every", 1),
     *("--warmup-steps", 3, "--no-save-model", "--precision", "fp32"),
 )
+RECOMPUTING = ("--activation-checkpointing",)
+FSDP1 = ("--fsdp-version", 1)
 
 
 def read_collectives(folder, rank=0):
@@ -75,8 +77,26 @@ def test_each_block_and_the_root_is_a_unit_of_which_a_process_holds_its_share(ob
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_precisions_decide_the_bytes_that_are_sent(version, observe, tiny_model):
+    """For each parameter: all are gathered, those of the blocks again in backward, and all gradients are reduced."""
+    expected = {"fp32": (4, 4), "bf16": (2, 2), "fp16": (2, 2), "grad-bf16": (4, 2)}
+    _, folders = observe(*[("--fsdp-version", version, "--precision", name) for name in expected])
+    model = AutoModelForSeq2SeqLM.from_pretrained(tiny_model)
+    whole = model.num_parameters()
+    blocks = sum(p.numel() for part in (model.encoder, model.decoder) for p in part.block.parameters())
+    for name, folder in zip(expected, folders, strict=True):
+        sent = read_collectives(folder)["second_step"]
+        parts = {"allgather": 2, "allgather_base": 1}  # FSDP1 gathers two tensors, FSDP2 one
+        gathered = sum(parts[kind] * size for kind, size in sent if kind in parts)
+        reduced = sum(size for kind, size in sent if kind == "reduce_scatter_base")
+        of_parameter, of_gradient = expected[name]
+        assert gathered == pytest.approx(of_parameter * (whole + blocks), rel=0.02), name
+        assert reduced == pytest.approx(of_gradient * whole, rel=0.02), name
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 def test_flags_decide_when_a_unit_is_gathered_and_what_is_saved(observe, version):
-    ways = [(), ("--sharding-strategy", "SHARD_GRAD_OP"), ("--activation-checkpointing",)]
+    ways = [(), ("--sharding-strategy", "SHARD_GRAD_OP"), RECOMPUTING]
     ways += [("--backward-prefetch", "none"), ("--backward-prefetch", "post")]
     if version == 2:
         ways.pop()
@@ -120,6 +140,7 @@ def sent(tiny_llama, tmp_path_factory):
     flags = (*LM, "--model", tiny_llama, "--global-batch-size", 16, "--max-steps", 2, "--validate-every", 2)
     flags += ("--shards-per-replica", 2, "--local-steps", 2, "--sharding-strategy")
     settings = [[*flags, name, "--output-dir", root / name] for name in LM_STRATEGIES]
+    settings.append([*flags, "FULL_SHARD", *RECOMPUTING, "--output-dir", root / "recomputing"])
     run_many("lm_multinode.py", settings, 4, change=("record_collectives",))
     return root
 
@@ -142,6 +163,11 @@ def test_a_step_sends_the_bytes_that_the_script_says(sent, tiny_llama):
         for name, size in read_collectives(sent / strategy)["second_step"]:
             found[name] += size
         assert tuple(found.values()) == pytest.approx((*sizes, 0), rel=0.01, abs=1000), strategy
+
+
+def test_recomputing_saves_less_for_backward(sent):
+    plain, recomputing = (read_collectives(sent / name)["saved_bytes"] for name in ("FULL_SHARD", "recomputing"))
+    assert recomputing < 0.7 * plain
 
 
 def test_the_embedding_alone_is_gathered_before_and_reduced_after_all_computing(sent, tiny_llama):
@@ -180,10 +206,6 @@ def reads_of(folder):
         assert len(steps) == 3
         found += steps[1] + steps[2]
     return found
-
-
-RECOMPUTING = ("--activation-checkpointing",)
-FSDP1 = ("--fsdp-version", 1)
 
 
 def test_no_training_step_reads_the_device(three_steps, tmp_path):

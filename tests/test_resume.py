@@ -1,5 +1,6 @@
 """Whatever ends a run, the next one with --resume goes on as if nothing had been: the same losses, to the bit."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from test_errors import refuse
 from test_recipes import patched
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-from inside import t5_articles, t5_loss, t5_tokenized
+from inside import UserError, check_settings, t5_articles, t5_loss, t5_tokenized
 
 LM_STEPS = 6
 LM = (
@@ -92,15 +93,26 @@ def finished_checkpoints(folder):
     return sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/*/.metadata"))
 
 
-def check_resume(script, flags, folder):
-    """A run to the end, and one that goes on from its last checkpoint but one, have the same results."""
-    whole, again = folder / "whole", folder / "again"
-    flags = (*flags, "--no-save-model", "--output-dir")
-    launch(script, *flags, whole)
-    before, _ = finished_checkpoints(whole)
-    shutil.copytree(checkpoint(whole, before), checkpoint(again, before))
-    launch(script, *flags, again, "--resume")
-    assert results(again) == results(whole, since=before)
+def progress(folder, step):
+    """What a checkpoint holds beside tensors and flags."""
+    found = json.loads((checkpoint(folder, step) / "progress.json").read_text())
+    return {name: value for name, value in found.items() if name != "settings"}
+
+
+def check_resume(script, ways, folder, processes=2, **options):
+    """With each list of flags a run to the end, and one that goes on from its last checkpoint but one, end alike."""
+    flags = [(*way, "--no-save-model", "--output-dir") for way in ways]
+    pairs = [(folder / f"whole{number}", folder / f"again{number}") for number in range(len(ways))]
+    run_many(script, [[*way, whole] for way, (whole, _) in zip(flags, pairs, strict=True)], processes, **options)
+    for whole, again in pairs:
+        before, _ = finished_checkpoints(whole)
+        shutil.copytree(checkpoint(whole, before), checkpoint(again, before))
+    settings = [[*way, again, "--resume"] for way, (_, again) in zip(flags, pairs, strict=True)]
+    run_many(script, settings, processes, **options)
+    for whole, again in pairs:
+        before, last = finished_checkpoints(whole)
+        assert results(again) == results(whole, since=before)
+        assert progress(again, last) == progress(whole, last)
 
 
 def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
@@ -134,8 +146,10 @@ def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, l
     assert results(tmp_path) == results(whole)
 
 
-def test_diloco_resumes_between_synchronizations(lm, tmp_path):
-    check_resume("lm_multinode.py", (*lm, *DILOCO, "--shards-per-replica", 1), tmp_path)
+def test_replicas_resume(lm, tmp_path):
+    """On two nodes; DiLoCo's between synchronizations."""
+    ways = [(*lm, "--sharding-strategy", "HYBRID_SHARD"), (*lm, *DILOCO)]
+    check_resume("lm_multinode.py", ways, tmp_path, processes=4, per_node=2)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -233,7 +247,7 @@ def test_more_processes_keep_the_weights_of_the_lm_and_say_what_is_lost(lm, lm_w
     shutil.copytree(lm_whole / "checkpoints", tmp_path / "checkpoints")
     flags = (*lm, "--resume", "--output-dir", tmp_path)
     finished = launch("lm_multinode.py", *flags, processes=4)
-    assert "data" in finished.stdout
+    assert "saved by 2 processes" in finished.stdout
     before, after = (load_file(folder / "model" / "model.safetensors") for folder in (lm_whole, tmp_path))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -243,11 +257,13 @@ def test_more_processes_keep_the_weights_of_the_lm_and_say_what_is_lost(lm, lm_w
 
 
 def test_t5_goes_on_with_more_processes(t5, t5_runs, tmp_path):
+    """With the same weights, which are first validated without a step."""
     whole = t5_runs / "whole2"
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
-    launch("t5_fsdp.py", *t5, "--epochs", 3, "--resume", "--output-dir", tmp_path, processes=4)
+    flags = (*t5, "--epochs", 3, "--checkpoint-every", 0, "--no-save-model", "--resume", "--output-dir", tmp_path)
+    run_many("t5_fsdp.py", [(*flags, "--max-steps", T5_STEPS), flags], 4)
+    assert curve(tmp_path, "val_loss")[0] == pytest.approx(curve(whole, "val_loss")[-1], **CLOSE)
     assert list(losses(tmp_path)) == [9, 10]  # of twice the size
-    assert curve(tmp_path, "loss")[0] < losses(whole)[T5_STEPS] + 0.5
 
 
 @pytest.mark.long
@@ -270,6 +286,31 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_one_before_resumes(lm, lm_
     assert results(tmp_path) == results(lm_whole, since=4)
 
 
+# With another value of one of these flags a run does not go on.
+MATCHED = {
+    "lm_multinode.py": {
+        **{"--model": "1b", "--dataset": "c4", "--text-column": "body", "--tokenizer": "gpt2", "--seq-length": 64},
+        **{"--global-batch-size": 16, "--lr": 0.5, "--warmup-steps": 3, "--max-steps": 7, "--seed": 7},
+        **{"--local-steps": 7, "--outer-lr": 0.5, "--outer-momentum": 0.5},
+    },
+    "t5_fsdp.py": {
+        **{"--model": "t5", "--dataset": "a.csv", "--text-column": "body", "--summary-column": "abstract"},
+        **{"--max-summary-share": 0.5, "--num-train-samples": 32, "--max-source-length": 64},
+        **{"--max-target-length": 20, "--seed": 7, "--lr": 0.5, "--gamma": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("script", MATCHED)
+def test_flags_that_must_match(script, lm, lm_whole, t5, t5_runs):
+    flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_runs / "whole2")
+    path = checkpoint(whole, finished_checkpoints(whole)[-1])
+    check_settings(script, path, *flags)
+    for flag, other in MATCHED[script].items():
+        with pytest.raises(UserError, match=f"with {flag} "):
+            check_settings(script, path, *flags, flag, other)
+
+
 @pytest.mark.long
 def test_what_cannot_be_resumed_is_one_sentence(t5, tmp_path):
     model = shutil.copytree(t5[1], tmp_path / "model")
@@ -278,7 +319,6 @@ def test_what_cannot_be_resumed_is_one_sentence(t5, tmp_path):
     launch("t5_fsdp.py", *flags)
     newest = str(checkpoint(tmp_path, 3))
     refuse("t5_fsdp.py", *flags, "--seed", 7, words=[newest, "--seed 1"])
-    refuse("t5_fsdp.py", *flags, "--lr", 0.5, words=[newest, "--lr 0.001"])
 
     # The model may have been replaced: by one of fewer layers, of more, of other widths.
     for change in ({"num_layers": 1}, {"num_layers": 3}, {"d_ff": 96}):
@@ -292,6 +332,7 @@ def test_replicas_of_diloco_that_cannot_be_resumed(lm, tmp_path):
     flags = (*lm, *DILOCO, "--shards-per-replica", 1, "--output-dir", tmp_path)
     launch("lm_multinode.py", *flags)
     flags = (*flags, "--resume")
+    refuse("lm_multinode.py", *flags, "--outer-lr", 0.5, words=["--outer-lr 0.7"], processes=2)
     refuse("lm_multinode.py", *flags, words=["replicas", "DILOCO"])
     refuse("lm_multinode.py", *flags, "--shards-per-replica", 2, words=["shards", "DILOCO"], processes=2)
     refuse("lm_multinode.py", *flags, "--sharding-strategy", "FULL_SHARD", words=["strategy"], processes=2)
@@ -346,12 +387,23 @@ def test_a_failed_export_leaves_the_one_before(t5, tmp_path):
     assert one.read_bytes() != two.read_bytes()
 
 
+FP16 = ("--precision", "fp16")
+LORA = {
+    "t5-lora": ("--fsdp-version", 1),
+    "lm-lora": (*DILOCO, "--shards-per-replica", 1),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name, version", [("t5-schedule", 2), ("t5-lora", 1), ("lm-lora", 2)])
-def test_recipes_resume(name, version, t5, lm, tmp_path):
-    """A schedule of the learning rate, and adapters, where most weights are neither trained nor DiLoCo's."""
-    copy = patched(tmp_path / "copy", name)
-    if name == "lm-lora":
-        check_resume(copy / "lm_multinode.py", (*lm, *DILOCO, "--shards-per-replica", 1), tmp_path)
-    else:
-        check_resume(copy / "t5_fsdp.py", (*t5, "--fsdp-version", version), tmp_path)
+def test_a_schedule_resumes_and_so_does_the_scale_of_fp16(t5, tmp_path):
+    copy = patched(tmp_path / "copy", "t5-schedule")
+    check_resume(copy / "t5_fsdp.py", [(*t5, *FP16)], tmp_path)
+    assert progress(tmp_path / "whole0", T5_STEPS)["scaler"]["_growth_tracker"] > 0  # it counts steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LORA)
+def test_adapters_resume(name, t5, lm, tmp_path):
+    """Most weights are neither trained nor DiLoCo's."""
+    script, flags = ("lm_multinode.py", lm) if name == "lm-lora" else ("t5_fsdp.py", t5)
+    check_resume(patched(tmp_path / "copy", name) / script, [(*flags, *LORA[name])], tmp_path)

@@ -1,6 +1,6 @@
 """Runs as users start them: scripts learn, save what they trained, compare, say what runs, and end when they should."""
 
-import inspect
+import json
 import math
 import os
 import re
@@ -71,14 +71,16 @@ def test_both_halves_of_mnist_learn_and_stand_side_by_side(tmp_path):
 
 
 def test_the_xpu_script_learns_on_a_cpu(small_mnist, tmp_path):
-    """The rehearsal of its header, on images of MNIST."""
+    """The rehearsal of its header, on images of MNIST, in as many processes as are asked for."""
     images = ("--dataset", "mnist", "--data-dir", small_mnist)
-    flags = (*images, "--batch-size", 16, "--epochs", 3, "--lr", 0.1, "--save-model", "--output-dir", tmp_path)
-    finished = succeed("mnist_fsdp_xpu.py", *flags, processes=2, fork=True)
+    flags = (*images, "--num-processes", 3, "--batch-size", 16, "--epochs", 3, "--lr", 0.1, "--save-model")
+    finished = succeed("mnist_fsdp_xpu.py", *flags, "--output-dir", tmp_path)
+    assert re.search(torchrun_command(3, "mnist_fsdp_xpu.py", flags), finished.stdout, re.MULTILINE)
+    assert "3 x cpu" in finished.stdout
     assert "FSDPConv2d(1, 32" in finished.stdout  # a unit for every 100 parameters
     rows = records(tmp_path, "loss")
     assert [row["epoch"] for row in rows] == [1, 2, 3] and rows[2]["loss"] < rows[0]["loss"]
-    assert rows[2]["state_gib"] == pytest.approx(16 * 1_199_882 / 2 / 2**30, rel=0.02)
+    assert rows[2]["state_gib"] == pytest.approx(16 * 1_199_882 / 3 / 2**30, rel=0.02)
     [path] = tmp_path.rglob("*.safetensors")
     _, test_set = inside.mnist_digits(*images)
     assert score("xpu", path, test_set) == pytest.approx((rows[2]["test_loss"], rows[2]["accuracy"]), **CLOSE)
@@ -106,45 +108,17 @@ def test_with_equal_layers_the_peak_of_a_process_falls_with_its_state(tmp_path):
         assert local["peak_gib"] - sharded["peak_gib"] > (local["state_gib"] - sharded["state_gib"]) / 4
 
 
-@pytest.mark.long
-def test_settings_of_mnist_change_what_is_trained(small_mnist, tmp_path):
-    changes = {
-        "base": (),
-        "seed": ("--seed", 2),
-        "lr": ("--lr", 0.01),
-        "batch": ("--batch-size", 32),
-        "samples": ("--num-train-samples", 130),
-        "epochs": ("--epochs", 2),
-        "dataset": ("--dataset", "builtin", "--num-train-samples", 192),
-    }
-    base = ("--dataset", "mnist", "--data-dir", small_mnist, "--model", "shallow", "--epochs", 1, "--batch-size", 64)
-    settings = [[*base, *change, "--output-dir", tmp_path / name] for name, change in changes.items()]
-    run_many("mnist_fsdp.py", settings, 1)
-    found = {name: curve(tmp_path / name, "test_loss") for name in changes}
-    assert len({of_one[-1] for of_one in found.values()}) == len(changes)
-    assert len(found["epochs"]) == 2
-
-
-@pytest.mark.long
-def test_the_xpu_script_is_the_same_where_it_marks_no_difference():
-    base, twin = (inside.MODULES[name] for name in ("mnist_fsdp.py", "mnist_fsdp_xpu.py"))
-    compared = []
-    for name, function in inspect.getmembers(twin, inspect.isfunction):
-        source = inspect.getsource(function)
-        if hasattr(base, name) and "XPU:" not in source:
-            assert source == inspect.getsource(getattr(base, name))
-            compared.append(name)
-    assert len(compared) >= 5
-
-
 # ---- T5 --------------------------------------------------------------------------------------------------------------
+NUM_VALIDATED = 103  # articles, which cannot be divided among 2 processes, nor among 3
+
+
 @pytest.fixture(scope="module")
 def trained_t5(tmp_path_factory):
     """The folder after a tenth of the bare command, which says what runs."""
     folder = tmp_path_factory.mktemp("t5")
     flags = ("--num-train-samples", 800, "--epochs", 1, "--batch-size", 8, "--lr", 3e-3, "--precision", "fp32")
-    flags += ("--num-validation-samples", 60, "--max-target-length", 40, "--output-dir", folder)
-    printed = succeed("t5_fsdp.py", *flags, processes=2, fork=True).stdout
+    flags += ("--num-validation-samples", NUM_VALIDATED, "--max-target-length", 40, "--output-dir", folder)
+    printed = succeed("t5_fsdp.py", *flags).stdout
     size = AutoModelForSeq2SeqLM.from_pretrained(folder / "best").num_parameters()
     facts = ["2 x cpu", torch.__version__, "FSDP2", "FULL_SHARD", f"{size:,}", "10,000", "metrics.jsonl"]
     facts += [f"{name} {curve(folder, name)[-1]:.4f}" for name in ROUGE]
@@ -155,7 +129,7 @@ def trained_t5(tmp_path_factory):
 
 def t5_rows(folder):
     """What it validates: the articles, and a batch of their tokens."""
-    articles = inside.t5_articles("builtin")[1].take(60)
+    articles = inside.t5_articles("builtin")[1].take(NUM_VALIDATED)
     collate = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(folder))
     return articles, collate(list(inside.t5_tokenized(articles, collate.tokenizer, 512, 40)))
 
@@ -173,21 +147,26 @@ def test_t5_learns_to_summarize(trained_t5):
 
 
 def test_rouge_is_that_of_the_summaries_on_any_number_of_processes(trained_t5, tmp_path):
-    """As plain transformers and rouge_score have it. 50 articles cannot be divided among 3 processes, and there are
-    several batches of them."""
-    arguments = ("--model", trained_t5 / "best", "--num-train-samples", 48, "--num-validation-samples", 60)
-    arguments += ("--test-batch-size", 7, "--max-target-length", 40, "--max-steps", 1, "--precision", "fp32")
-    succeed("t5_fsdp.py", *arguments, "--no-save-model", "--output-dir", tmp_path, processes=3, fork=True)
+    """As plain transformers and rouge_score have it: of the first 100 articles, each once, in several batches."""
+    flags = ("--model", trained_t5 / "best", "--num-train-samples", 48, "--num-validation-samples", NUM_VALIDATED)
+    flags += ("--test-batch-size", 7, "--max-target-length", 40, "--max-steps", 1, "--precision", "fp32")
+    flags += ("--no-save-model", "--output-dir", tmp_path)
+    succeed("t5_fsdp.py", *flags, processes=3, fork=True, change=["record_validation"])
     articles, batch = t5_rows(trained_t5 / "best")
+    references = articles["summary"][:100]
+    validated = [json.loads((tmp_path / f"validated-{rank}.json").read_text()) for rank in range(3)]
+    assert [of_rank["batches"] for of_rank in validated] == [[7] * 5] * 3
+    assert sorted(text for of_rank in validated for text in of_rank["scored"]) == sorted(references)
+
     model, tokenizer = (kind.from_pretrained(trained_t5 / "best") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    inputs = {name: batch[name][:100] for name in ("input_ids", "attention_mask")}
     texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=40), skip_special_tokens=True)
     scorer = RougeScorer(ROUGE, use_stemmer=True)
-    scores = [scorer.score(summary, text) for summary, text in zip(articles["summary"], texts, strict=True)]
+    scores = [scorer.score(reference, text) for reference, text in zip(references, texts, strict=True)]
     for name in ROUGE:
         expected = sum(of_one[name].fmeasure for of_one in scores) / len(scores)
-        assert curve(trained_t5, name)[-1] == pytest.approx(expected, abs=0.02)
-        assert curve(tmp_path, name)[0] == pytest.approx(expected, abs=0.02)
+        assert curve(trained_t5, name)[-1] == pytest.approx(expected, abs=0.005)  # a word, where two are as likely
+        assert curve(tmp_path, name)[0] == pytest.approx(expected, abs=0.005)
 
 
 # ---- The language model ----------------------------------------------------------------------------------------------
@@ -220,9 +199,22 @@ def test_the_lm_learns_and_exports_what_it_trained(tmp_path):
         assert fact in finished.stdout
 
 
-def test_the_documents_shapes_have_the_documents_parameters():
-    assert inside.lm_num_parameters("150m", 32_000) == 214_983_680
-    assert inside.lm_num_parameters("1b", 32_000) == 1_100_048_384
+def test_shapes_have_their_parameters_and_heads():
+    """Of the document's model, TinyLlama and Llama 2."""
+    sizes = {"tiny": 8_594_048, "150m": 214_983_680, "1b": 1_100_048_384, "7b": 6_738_415_616}
+    assert {name: inside.lm_num_parameters(name, 32_000) for name in inside.LM_MODELS} == sizes
+    heads = {"tiny": 32, "150m": 64, "1b": 64, "7b": 128}
+    assert {name: inside.lm_shape(name, 32_000).head_dim for name in inside.LM_MODELS} == heads
+
+
+def test_a_replica_of_the_hybrids_is_a_node_unless_told_otherwise():
+    """Replicas and shards of 8 processes, two on a node."""
+    expected = {"FULL_SHARD": (1, 8), "SHARD_GRAD_OP": (1, 8), "NO_SHARD": (8, 1)}
+    for strategy in inside.LM_STRATEGIES:
+        args = inside.parse("lm_multinode.py", "--sharding-strategy", strategy)
+        assert inside.lm_mesh_shape(args, 8, per_node=2) == expected.get(strategy, (4, 2))
+        args.shards_per_replica = 4
+        assert inside.lm_mesh_shape(args, 8, per_node=2) == expected.get(strategy, (2, 4))
 
 
 @pytest.mark.long
@@ -326,6 +318,17 @@ def test_ctrl_c_ends_mnist_without_a_traceback(small_mnist, tmp_path):
                 os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 130 and "Traceback" not in errors, errors
     assert set(curve(tmp_path, "mode")) == {"local"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", -signal.SIGTERM)])
+def test_a_signal_in_the_second_half_of_mnist(name, code, small_mnist, tmp_path):
+    """With one process, as on a machine with one GPU. torchrun was called there for the first half."""
+    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--model", "shallow", "--epochs", 1, "--batch-size", 32)
+    flags = (*flags, "--num-processes", 1, "--output-dir", tmp_path)
+    finished = run("mnist_fsdp.py", *flags, fork=True, change=("signal_in_step", 0, 2, name))
+    assert finished.returncode == code and "Traceback" not in finished.stderr, finished.stderr
+    assert curve(tmp_path, "mode") == ["local"]
 
 
 @pytest.mark.long

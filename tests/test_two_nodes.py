@@ -6,7 +6,7 @@ import os
 import re
 
 import pytest
-from conftest import CLOSE, ROOT, losses, run_many
+from conftest import ROOT, check_curves, curve, losses, run_many
 from two_nodes import NoNamespacesError, two_nodes
 
 SIZES = (
@@ -52,8 +52,9 @@ def test_the_losses_are_those_of_one_node(nodes, tiny_llama, tmp_path):
     run_many("lm_multinode.py", of_one, 2, per_node=1)
     run_on_two_nodes(nodes, of_two)
     for name in STRATEGIES:
-        expected = losses(tmp_path / "one" / name)
-        assert len(expected) == 3 and losses(tmp_path / "two" / name) == pytest.approx(expected, **CLOSE)
+        expected = [curve(tmp_path / "one" / name, kind) for kind in ("loss", "grad_norm")]
+        assert len(expected[0]) == 3
+        check_curves(tmp_path / "two" / name, expected)
     assert nodes.sent_bytes(0) > 0 and nodes.sent_bytes(1) > 0
 
 
