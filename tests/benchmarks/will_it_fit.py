@@ -222,14 +222,14 @@ class Run:
             args.global_batch_size = self.global_batch_size or math.ceil(16 / smallest) * smallest  # as its main
             if args.global_batch_size % smallest != 0:
                 fail(f"--global-batch-size must be a multiple of {smallest}")
-            self.samples = plural(args.micro_batch_size, "sequence") + f" of {args.seq_length} tokens"
+            self.sample, self.lengths = "sequence", f"of {args.seq_length} tokens"
             self.describe(args.global_batch_size // smallest, args.micro_batch_size, args.seq_length)
             tokens = torch.ones(args.micro_batch_size, args.seq_length, dtype=torch.long)
             batch = {"input_ids": tokens, "labels": tokens.clone(), "positions": tokens.cumsum(1) - 1}  # of a recipe
             return (itertools.repeat((batch, None)),)
 
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
-        self.samples = plural(args.batch_size, "article") + f" of {source} tokens and summaries of {target}"
+        self.sample, self.lengths = "article", f"of {source} tokens and summaries of {target}"
         self.describe(args.accumulation_steps, args.batch_size, source + target)
         samples = args.batch_size * args.accumulation_steps
         words = torch.ones(samples, source, dtype=torch.long)
@@ -242,8 +242,8 @@ class Run:
         global_batch = micro_batches * batch_size * self.size
         self.step_tokens = global_batch * sample_tokens  # of all processes
         self.batch = (
-            f"{plural(micro_batches, 'micro-batch', 'es')} of {self.samples}: global batch {global_batch} on"
-            f" {plural(self.size, 'process', 'es')}"
+            f"{plural(micro_batches, 'micro-batch', 'es')} of {plural(batch_size, self.sample)} {self.lengths}:"
+            f" global batch {global_batch} on {plural(self.size, 'process', 'es')}"
         )
 
     def step(self, at=(), modes=()) -> Tracker:
@@ -355,7 +355,7 @@ def sweep(options, flags: list[str]):
     name, _, values = options.sweep.partition("=")
     for value in values.split(","):
         with traced(options.script, [*flags, f"--{name}", value], options) as run:
-            yield {name: value} | run.row() | {"batch": run.batch}
+            yield {name: value} | run.row() | {"a step": run.batch}
     run.print_what_is_left_out()
 
 
@@ -483,10 +483,9 @@ def main() -> None:
             [largest] = run.largest_batches([options.device_gb])
             run.print_what_is_left_out()
             print(
-                f"counted: a step of one micro-batch on {plural(run.size, 'process', 'es')}; with a tenth of"
-                f" {options.device_gb:g} GB kept to spare"
+                f"largest batch of a process in a step of one micro-batch on {plural(run.size, 'process', 'es')}, in"
+                f" {run.sample}s {run.lengths}, with a tenth of {options.device_gb:g} GB kept to spare: {largest}"
             )
-            print(f"largest batch of a process: {largest}")
             return
         row = run.row()
         cost = run.cost(GPUS[options.gpu])
