@@ -1,29 +1,33 @@
-"""Will it fit, and which strategy? What one process of a run holds at its peak, sends and computes, before a GPU is
-rented.
+"""Will it fit, how long does a step take, and which strategy? What one process of a run holds at its peak, sends and
+computes, before a GPU is rented.
 
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 8 --batch-size 4
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 64 \\
         --sharding-strategy HYBRID_SHARD --sweep micro-batch-size=1,2,4,8
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --device-gb 24
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 16 \\
-        --sweep sharding-strategy --device-gb 80 --network-gbits 100 400
+        --sweep sharding-strategy --gpu A100-80 --network-gbits 100 400
     python tests/benchmarks/will_it_fit.py --table              # that of docs/will-it-fit.md, in a quarter of an hour
 
 The flags are those of the run. The script's own parse_args, build and train_step make a step on tensors without
 memory, in one process of a group that only pretends: no GPU, no weights, no data, also for a copy that you have
 edited. Batches have the full lengths of the flags. `--model` is a size that this file knows, a folder with a config,
-or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precision auto` is bf16.
+or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precision auto` is bf16. `--device` is ignored,
+and `--compile` is not traced.
 
-Attention holds what a GPU's flash or memory-efficient kernel holds; with `--attention cpu`, what PyTorch's kernels for
-CPUs do. With `--cpu-offload`, what is in the CPU's memory is left out. Not counted: validation, DiLoCo's outer
-step, the CUDA context and NCCL's buffers, the allocator's rounding and fragmentation. On a GPU the LM's peak was within
-1% of the predicted one; T5's was up to 42% above, as its learned positions keep PyTorch from these kernels.
+Attention is PyTorch's flash or memory-efficient kernel for GPUs, and dropout keeps the mask of one byte that GPUs keep;
+with `--attention cpu` both are those of CPUs. With `--cpu-offload`, what is in the CPU's memory is left out. Not
+counted: validation, DiLoCo's outer step, the CUDA context and NCCL's buffers, the allocator's rounding and
+fragmentation. On a GPU the LM's peak was within 2% of the predicted one. T5's was not yet measured with transformers
+5.20, the first version that lets T5 use the fused kernels.
+
+The time of a step is that of its kernels on `--gpu`, see step_time.py.
 
 What is sent is counted from the collectives of the step, DiLoCo's by the share of a step, with ring algorithms: a
 process sends (n-1)/n of what n processes gather or reduce-scatter, twice that of an all-reduce, to the next one of the
-ring; a ring leaves each node once. GB between nodes is the mean of a node's processes. The two times of --sweep
-sharding-strategy come from peak figures: a step takes at least the longest of computing, sending inside a node and
-sending between nodes, if all overlaps, and their sum, if nothing does. They are bounds, not predictions.
+ring; a ring leaves each node once. GB between nodes is the mean of a node's processes. In --sweep sharding-strategy a
+step takes at least the longest of computing, sending inside a node and sending between nodes, if all overlaps, and at
+most their sum, if nothing does. Links are as fast as their data sheets say.
 """
 
 import argparse
