@@ -172,6 +172,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     if args.compile:
         for layer in layers:
             layer.compile()  # FSDP's hooks stay outside the graphs
+        cross_entropy.compile()  # one pass over the logits, and no copies of them in fp32
 
     if args.activation_checkpointing:
         # The wrapper becomes the unit, so that recomputing gathers nothing again.
@@ -261,8 +262,17 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     """Cross-entropy, summed over all targets that are not -100, 0-d. A collective: so is every
     forward of a sharded model."""
     output = model(input_ids=batch["input_ids"], use_cache=False)
-    logits = output.logits.float().flatten(0, 1)
-    return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+    return cross_entropy(output.logits, batch["labels"])
+
+
+class CrossEntropy(nn.Module):
+    """Summed where a label is not -100. A module, so that --compile can compile it."""
+
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+cross_entropy = CrossEntropy()
 
 
 # ---- Model and data ----------------------------------------------------------------------------
@@ -722,7 +732,7 @@ def parse_args():
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on GPUs")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
-    add("--compile", **switch, help="torch.compile each layer: a slow start, then faster")
+    add("--compile", **switch, help="torch.compile each layer, and the loss: a slow start")
 
     group = parser.add_argument_group("processes and output")
     common.add_run_flags(group)

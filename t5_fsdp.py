@@ -175,6 +175,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
             # FSDP's hooks stay outside the graphs. Not with dynamic=True: it takes T5's own numbers
             # for unknowns, too, and Inductor fails.
             layer.compile()
+        cross_entropy.compile()  # one pass over the logits, and no copies of them in fp32
 
     if args.activation_checkpointing:
         # The wrapper becomes the unit, so that recomputing gathers nothing again.
@@ -266,8 +267,17 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
         decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),
         use_cache=False,
     )
-    logits = output.logits.float().flatten(0, 1)
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    return cross_entropy(output.logits, labels)
+
+
+class CrossEntropy(nn.Module):
+    """Summed where a label is not -100. A module, so that --compile can compile it."""
+
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+cross_entropy = CrossEntropy()
 
 
 @torch.compiler.set_stance("force_eager")  # a graph for every length of a summary is too many
@@ -529,7 +539,7 @@ def parse_args():
     add("--backward-prefetch", default="pre", choices=PREFETCH, help="none: less memory")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each T5Block: less memory, slower")
-    add("--compile", **switch, help="torch.compile each T5Block: a slow start, then faster")
+    add("--compile", **switch, help="torch.compile each T5Block, and the loss: a slow start")
 
     group = parser.add_argument_group("processes and output")
     common.add_run_flags(group)

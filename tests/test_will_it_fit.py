@@ -5,9 +5,13 @@ import re
 import shutil
 from argparse import Namespace
 
+import torch
+from torch._subclasses import FakeTensorMode
+
 import pytest
 import will_it_fit
 from conftest import ROOT, run_many
+from step_time import ATTENTION_SHARE, FP32_ATTENTION_SHARE, GPUS, MEMORY_SHARE, PRODUCTS_SHARE, Kernels
 from test_recipes import patched
 
 from inside import LM_READS_THE_LOSS, LM_WIDER
@@ -24,6 +28,109 @@ CASES = (
     ("--sharding-strategy", "_HYBRID_SHARD_ZERO2", "--shards-per-replica", 1, "--global-batch-size", 16),
     ("--sharding-strategy", "DILOCO", "--shards-per-replica", 1, "--local-steps", 2, "--global-batch-size", 8),
 )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_t5_gives_attention_a_mask_that_the_fused_kernels_of_gpus_take(precision, monkeypatch):
+    """Of the query's dtype, and contiguous in its last dimension: else PyTorch takes plain attention in silence."""
+    monkeypatch.setitem(will_it_fit.T5, "t5-small", (32, 64, 2, 4, 8))
+    attention = will_it_fit.gpu_attention
+    masks = []
+
+    def record(query, key, value, attn_mask=None, **options):
+        masks.append((attn_mask.stride(-1), attn_mask.dtype == query.dtype, attn_mask.requires_grad))
+        return attention(query, key, value, attn_mask, **options)
+
+    monkeypatch.setattr(will_it_fit, "gpu_attention", record)
+    with will_it_fit.traced("t5_fsdp.py", ["--model", "google-t5/t5-small", "--precision", precision], GPU):
+        pass  # it has made one step
+    of_itself, of_the_articles = (1, True, True), (1, True, False)  # the second has no learned positions
+    assert masks == [of_itself] * 2 + [of_itself, of_the_articles] * 2
+
+
+def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_traffic():
+    gpu = GPUS["A100-80"]
+    memory, products = MEMORY_SHARE * 2039e9, PRODUCTS_SHARE * 312e12  # bytes/s, FLOP/s in bf16
+    with FakeTensorMode():
+        x = torch.empty(4096, 4096)  # 64 MiB
+        y = x.bfloat16()
+        one_number = torch.ones(()).expand(4096, 4096)
+        query = torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16)
+
+        def seconds(function):
+            with Kernels(gpu) as kernels:
+                function()
+            return kernels.count, kernels.product_seconds, kernels.memory_seconds
+
+        size, attention_flops = x.nbytes, 2 * 2 * 16 * 1024 * 1024 * 64
+        assert seconds(lambda: x.view(-1).t()) == (0, 0, 0)
+        assert seconds(lambda: torch.empty(1000)) == (0, 0, 0)
+        assert seconds(lambda: x + x) == (1, 0, pytest.approx(3 * size / memory))
+        assert seconds(lambda: x + one_number) == (1, 0, pytest.approx(2 * size / memory, rel=1e-6))
+        assert seconds(lambda: x.mul_(2)) == (1, 0, pytest.approx(2 * size / memory))
+        assert seconds(lambda: x.copy_(y)) == (1, 0, pytest.approx(1.5 * size / memory))
+        assert seconds(lambda: x.zero_()) == (1, 0, pytest.approx(size / memory))
+        assert seconds(lambda: y @ y) == (1, pytest.approx(2 * 4096**3 / products), 0)
+        assert seconds(lambda: x @ x) == (1, pytest.approx(2 * 4096**3 / (products * 156 / 312)), 0)
+        assert seconds(lambda: x @ x[:, :1]) == (1, pytest.approx((size + 2 * size / 4096) / memory), 0)  # only reads
+        attention = seconds(lambda: will_it_fit.gpu_attention(query, query, query))
+        assert attention == (1, pytest.approx(attention_flops / (ATTENTION_SHARE * 312e12)), 0)
+        whole = query.float()
+        attention = seconds(lambda: will_it_fit.gpu_attention(whole, whole, whole))
+        assert attention == (1, pytest.approx(attention_flops / (FP32_ATTENTION_SHARE * 156e12)), 0)
+
+
+def test_a_gpus_dropout_keeps_one_byte_for_a_number():
+    kept = []
+    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        values = torch.empty(1000, dtype=torch.bfloat16, requires_grad=True)
+        assert will_it_fit.gpu_dropout(values, 0.1, training=False) is values
+        assert will_it_fit.gpu_dropout(values, 0.1).dtype == torch.bfloat16
+    assert [tensor.nbytes for tensor in kept] == [1000]
+
+
+def test_bounds_of_a_step_and_what_takes_its_time():
+    """On two nodes of eight H100 with 100 Gbit/s: 12.5 GB/s for eight processes."""
+    run = Namespace(world=Namespace(local_size=8), step_tokens=80_000)
+    kernels = Namespace(seconds=0.2, model_flops=0.8 * 989e12)
+    found = will_it_fit.bounds(run, {"kernels": kernels, "inside": 45e9, "between": 2.5e9}, GPUS["H100"], 100)
+    assert (found["least, s"], found["most, s"]) == pytest.approx((1.6, 1.6 + 0.2 + 0.1))
+    assert found["tokens/s, at most"] == pytest.approx(50_000)
+    assert found["MFU, at most"] == "50.0%"
+    assert found["what takes the time"] == "network 1.6 s, computing 0.2 s, sending inside a node 0.1 s"
+    on_one_node = will_it_fit.bounds(run, {"kernels": kernels, "inside": 45e9, "between": 0}, GPUS["H100"], None)
+    assert on_one_node["what takes the time"] == "computing 0.2 s, sending inside a node 0.1 s"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "measured"),
+    [(("bf16",), 0.0865), (("bf16", "--activation-checkpointing"), 0.1089), (("fp32",), 0.1714)],
+)
+def test_the_time_of_a_step_is_that_of_an_h100(flags, measured):
+    """The rows of docs/results.md whose device was busy; the first and the last one fitted the shares."""
+    llama = ("--model", "150m", "--seq-length", 1024, "--micro-batch-size", 16, "--global-batch-size", 16)
+    options = Namespace(vocabulary=6666, per_node=8, attention="gpu")
+    flags = (*llama, "--num-processes", 1, "--precision", *flags)
+    with will_it_fit.traced("lm_multinode.py", flags, options) as run:
+        kernels = run.cost()["kernels"]
+        per_token = run.script.mfu_per_token_per_second(
+            Namespace(peak_tflops=1, seq_length=1024), run.world, run.script.empty_model(run.config)
+        )
+    assert kernels.seconds == pytest.approx(measured, rel=0.05)
+    assert not kernels.host_may_be_the_limit
+    # MFU counts what the script's does: nothing that is computed again.
+    assert kernels.model_flops == pytest.approx(1e12 * per_token * 16 * 1024, rel=0.01)
+
+
+@pytest.mark.long
+def test_the_host_may_limit_a_small_batch_of_t5():
+    flags = ("--model", "google-t5/t5-base", "--num-processes", 1, "--max-target-length", 152, "--batch-size")
+    limits = []
+    for batch_size in (16, 64):
+        with will_it_fit.traced("t5_fsdp.py", [*flags, batch_size], GPU) as run:
+            limits.append(run.cost()["kernels"].host_may_be_the_limit)
+    assert limits == [True, False]
 
 
 def check(script, settings, processes, tmp_path):
@@ -93,13 +200,23 @@ def test_sweeps_offload_and_the_largest_batch():
     tiny = ("lm_multinode.py", "--model", "tiny", "--num-processes", 4)
     ways = [("--sweep", "micro-batch-size=1,4"), ("--cpu-offload",), ("--device-gb", 1)]
     ways.append(("--sweep", "sharding-strategy", "--processes-per-node", 2, "--network-gbits", 1, "--device-gb", 1))
+    ways.append(("--device", "cuda", "--compile"))  # neither is traced
     printed = run_many(TOOL, [[*tiny, *flags] for flags in ways]).stdout
-    one, four, offloaded = (line.split("|")[1:-1] for line in printed.splitlines() if re.match(r"\| [014] ", line))
+    rows = [line.split("|")[1:-1] for line in printed.splitlines() if re.match(r"\| [014] |\| 0\.", line)]
+    one, four, offloaded, compiled = rows
     # 16 sequences on 4 processes, as in the run: the first accumulates four micro-batches, and has whole gradients.
     assert float(one[4]) > 3 * float(four[4])
     assert float(one[5]) < float(four[5])
     assert offloaded[:2] == [" 0 ", " 0 "]  # parameters and optimizer are in the CPU's memory
-    assert "4 sequences of 128 tokens" in printed  # what it has counted
+    for counted in ("1 micro-batch of 4 sequences", "4 micro-batches of 1 sequence"):
+        assert f"{counted} of 128 tokens: global batch 16 on 4 processes" in printed
+    *_, time_of_a_step, peak = printed.splitlines()
+    numbers = r"a step takes ([\d.]+) s of one NVIDIA H100: ([\d.]+) s of [a-z ]+, ([\d.]+) s of [a-z ]+, [\d,]+ k"
+    step, products, memory = map(float, re.match(numbers, time_of_a_step).groups())
+    assert step == pytest.approx(products + memory, rel=0.02)
+    assert time_of_a_step.endswith("the host may be the limit: a larger batch, or --compile")  # the model is tiny
+    assert re.match(r"peak ([\d.]+) GB", peak)[1] == f"{float(compiled[5]):.2f}"
+    assert "traced without --compile" in printed
     assert int(re.search(r"^largest batch .* (\d+)$", printed, re.M)[1]) > 4
     assert re.findall(r"^\| (\w+) .*<-", printed, re.M) == ["_HYBRID_SHARD_ZERO2"]  # the slow link decides
     with will_it_fit.traced("lm_multinode.py", ["--num-processes", 4], GPU) as run:
@@ -111,6 +228,8 @@ def test_sweeps_offload_and_the_largest_batch():
         "lm_multinode.py --model absent": "absent",
         "t5_fsdp.py --fsdp-version 1": "FSDP1",
         "t5.py": "t5.py",
+        "lm_multinode.py --gpu H1": "invalid choice",
+        "lm_multinode.py --attn cpu": "--attn",  # no flag is abbreviated
         "lm_multinode.py --num-processes 12 --sharding-strategy HYBRID_SHARD": "--shards-per-replica",
     }
     for command, word in mistakes.items():

@@ -14,9 +14,13 @@ from torch.utils._pytree import tree_leaves
 KINDS = ("parameters", "optimizer state", "gathered parameters", "gradients", "activations and buffers")
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard, if it is one of a sharded tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() is slow
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() is slow
-    return local.untyped_storage()
+    return local(tensor).untyped_storage()
 
 
 class Tracker(TorchDispatchMode):

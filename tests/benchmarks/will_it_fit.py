@@ -1,29 +1,33 @@
-"""Will it fit, and which strategy? What one process of a run holds at its peak, sends and computes, before a GPU is
-rented.
+"""Will it fit, how long does a step take, and which strategy? What one process of a run holds at its peak, sends and
+computes, before a GPU is rented.
 
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 8 --batch-size 4
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 64 \\
         --sharding-strategy HYBRID_SHARD --sweep micro-batch-size=1,2,4,8
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --device-gb 24
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 16 \\
-        --sweep sharding-strategy --device-gb 80 --network-gbits 100 400
+        --sweep sharding-strategy --gpu A100-80 --network-gbits 100 400
     python tests/benchmarks/will_it_fit.py --table              # that of docs/will-it-fit.md, in a quarter of an hour
 
 The flags are those of the run. The script's own parse_args, build and train_step make a step on tensors without
 memory, in one process of a group that only pretends: no GPU, no weights, no data, also for a copy that you have
 edited. Batches have the full lengths of the flags. `--model` is a size that this file knows, a folder with a config,
-or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precision auto` is bf16.
+or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precision auto` is bf16. `--device` is ignored,
+and `--compile` is not traced.
 
-Attention holds what a GPU's flash or memory-efficient kernel holds; with `--attention cpu`, what PyTorch's kernels for
-CPUs do. With `--cpu-offload`, what is in the CPU's memory is left out. Not counted: validation, DiLoCo's outer
-step, the CUDA context and NCCL's buffers, the allocator's rounding and fragmentation. On a GPU the LM's peak was within
-1% of the predicted one; T5's was up to 42% above, as its learned positions keep PyTorch from these kernels.
+Attention is PyTorch's flash or memory-efficient kernel for GPUs, and dropout keeps the mask of one byte that GPUs keep;
+with `--attention cpu` both are those of CPUs. With `--cpu-offload`, what is in the CPU's memory is left out. Not
+counted: validation, DiLoCo's outer step, the CUDA context and NCCL's buffers, the allocator's rounding and
+fragmentation. On a GPU the LM's peak was within 2% of the predicted one. T5's was not yet measured with transformers
+5.20, the first version that lets T5 use the fused kernels.
+
+The time of a step is that of its kernels on `--gpu`, see step_time.py.
 
 What is sent is counted from the collectives of the step, DiLoCo's by the share of a step, with ring algorithms: a
 process sends (n-1)/n of what n processes gather or reduce-scatter, twice that of an all-reduce, to the next one of the
-ring; a ring leaves each node once. GB between nodes is the mean of a node's processes. The two times of --sweep
-sharding-strategy come from peak figures: a step takes at least the longest of computing, sending inside a node and
-sending between nodes, if all overlaps, and their sum, if nothing does. They are bounds, not predictions.
+ring; a ring leaves each node once. GB between nodes is the mean of a node's processes. In --sweep sharding-strategy a
+step takes at least the longest of computing, sending inside a node and sending between nodes, if all overlaps, and at
+most their sum, if nothing does. Links are as fast as their data sheets say.
 """
 
 import argparse
@@ -47,11 +51,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fa
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import transformers
 from memory_tracker import KINDS, Tracker
 from shared import ROOT, print_table
+from step_time import GPUS, Gpu, Kernels
 
 GB = 2**30
 USABLE = 0.9  # of a GPU's memory: the rest is for what is not counted
@@ -67,6 +71,10 @@ T5 = {  # d_model, d_ff, layers, heads, d_kv of google-t5's
 def fail(message: str) -> None:
     print(f"will_it_fit.py: error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
 
 
 def load_script(path: str):
@@ -103,30 +111,20 @@ def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedCo
         fail(f"--model {args.model} cannot be read: {' '.join(str(error).split())}")
 
 
-class GpuAttention(torch.autograd.Function):
-    """Holds what a flash or memory-efficient kernel does: its inputs, its output, and a number for each query."""
-
-    flops = 0  # so far; as everywhere, masked positions count
-
-    @staticmethod
-    def forward(ctx, query, key, value, mask):
-        GpuAttention.flops += sdpa_flop_count(query.shape, key.shape, value.shape)
-        batch, heads, length, _ = query.shape
-        output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
-        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, output, log_sums)
-        return output
-
-    @staticmethod
-    def backward(ctx, gradient):
-        query, key, value, mask, _, _ = ctx.saved_tensors
-        GpuAttention.flops += sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
-        of_mask = torch.empty_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_mask
+def gpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
+    """The kernel that PyTorch takes on a GPU: flash attention, or the memory-efficient one for fp32 and for masks."""
+    if attn_mask is None and query.dtype != torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
-def gpu_attention(query, key, value, attn_mask=None, **_):
-    return GpuAttention.apply(query, key, value, attn_mask)
+def gpu_dropout(values, p=0.5, training=True, inplace=False):
+    """One kernel, and a mask of one byte for each number. A CPU keeps the mask in the dtype of the numbers."""
+    if not training or p == 0:
+        return values
+    return torch.native_dropout(values, p, True)[0]
 
 
 # How often a ring sends what is gathered or reduced, but for one part of n; the first that a collective's name has.
@@ -166,7 +164,7 @@ class Run:
     """One process of a run on fake tensors: it makes steps, as often as it is asked to."""
 
     def __init__(self, path: str, flags: list[str], options) -> None:
-        sys.argv = [path, "--device", "cpu", *flags]
+        sys.argv = [path, *flags, "--device", "cpu"]  # whatever the run's is
         self.script = load_script(path)
         self.options = options
         self.args = self.script.parse_args()
@@ -174,6 +172,8 @@ class Run:
             fail("FSDP1 is not traced; leave --fsdp-version out")
         if self.args.precision == "auto":
             self.args.precision = "bf16"
+        self.would_compile = self.args.compile
+        self.args.compile = False
         self.is_lm = hasattr(self.args, "micro_batch_size")
         self.global_batch_size = self.args.global_batch_size if self.is_lm else 0
         self.size = self.args.num_processes or 2
@@ -209,8 +209,14 @@ class Run:
 
     def print_what_is_left_out(self) -> None:
         """Of a language model validation takes less than a step: its batches are as large, without gradients."""
-        if not self.is_lm and self.args.run_validation:
-            print(f"not counted: validation, which generates with --test-batch-size {self.args.test_batch_size}")
+        if not self.is_lm:
+            print("counted with fused attention, as T5 has it since transformers 5.20; not yet measured on a GPU")
+            if self.args.run_validation:
+                print(f"not counted: validation, which generates with --test-batch-size {self.args.test_batch_size}")
+        if self.would_compile:
+            print("traced without --compile, with which a step takes less memory, less time and fewer kernels")
+        if self.args.cpu_offload:
+            print("not counted: the time of --cpu-offload, of its copies and of the optimizer on the CPU")
 
     def arguments(self) -> tuple:
         """What train_step gets besides model and optimizer: the longest batch that the flags allow."""
@@ -220,20 +226,29 @@ class Run:
             args.global_batch_size = self.global_batch_size or math.ceil(16 / smallest) * smallest  # as its main
             if args.global_batch_size % smallest != 0:
                 fail(f"--global-batch-size must be a multiple of {smallest}")
-            self.samples = f"sequences of {args.seq_length} tokens"
-            self.batch = f"{args.global_batch_size // smallest} x {args.micro_batch_size} {self.samples}"
+            self.sample, self.lengths = "sequence", f"of {args.seq_length} tokens"
+            self.describe(args.global_batch_size // smallest, args.micro_batch_size, args.seq_length)
             tokens = torch.ones(args.micro_batch_size, args.seq_length, dtype=torch.long)
             batch = {"input_ids": tokens, "labels": tokens.clone(), "positions": tokens.cumsum(1) - 1}  # of a recipe
             return (itertools.repeat((batch, None)),)
 
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
-        self.samples = f"articles of {source} tokens and summaries of {target}"
-        self.batch = f"{args.accumulation_steps} x {args.batch_size} {self.samples}"
+        self.sample, self.lengths = "article", f"of {source} tokens and summaries of {target}"
+        self.describe(args.accumulation_steps, args.batch_size, source + target)
         samples = args.batch_size * args.accumulation_steps
         words = torch.ones(samples, source, dtype=torch.long)
         batch = {"input_ids": words, "attention_mask": words.clone()}
         batch["labels"] = torch.ones(samples, target, dtype=torch.long)
         return torch.amp.GradScaler("cpu", enabled=False), batch
+
+    def describe(self, micro_batches: int, batch_size: int, sample_tokens: int) -> None:
+        """What a step is made of, for the answers."""
+        global_batch = micro_batches * batch_size * self.size
+        self.step_tokens = global_batch * sample_tokens  # of all processes
+        self.batch = (
+            f"{plural(micro_batches, 'micro-batch', 'es')} of {plural(batch_size, self.sample)} {self.lengths}:"
+            f" global batch {global_batch} on {plural(self.size, 'process', 'es')}"
+        )
 
     def step(self, at=(), modes=()) -> Tracker:
         """One training step. `at`: the operations after which to tell kinds apart. `modes`: what else looks on."""
@@ -254,6 +269,7 @@ class Run:
             ends.enter_context(mock.patch.object(torch.Tensor, "backward", in_backward))
             if self.options.attention == "gpu":
                 ends.enter_context(mock.patch.object(F, "scaled_dot_product_attention", gpu_attention))
+                ends.enter_context(mock.patch.object(F, "dropout", gpu_dropout))
             ends.callback(self.optimizer.register_step_pre_hook(in_optimizer).remove)
             ends.enter_context(tracker)
             for mode in modes:
@@ -273,14 +289,12 @@ class Run:
         gb = {f"{kind}, GB": tracker.kinds[peak][kind] / GB for kind in KINDS}
         return gb | {"sum, GB": sum(gb.values()), "at": f"{tracker.phases[peak]}, {tracker.operations[peak]}"}
 
-    def cost(self) -> dict:
-        """The bytes that a process sends in a step, and the floating-point operations that it makes."""
+    def cost(self, gpu: Gpu = GPUS["H100"]) -> dict:
+        """The bytes that a process sends in a step, and the kernels that its GPU runs."""
         sending = Sending(self.world.local_size)
-        counter = FlopCounterMode(display=False)
-        GpuAttention.flops = 0
-        self.step(modes=(sending, counter))
-        found = {"inside": sending.inside, "between": sending.between}
-        found["flops"] = counter.get_total_flops() + GpuAttention.flops
+        kernels = Kernels(gpu)
+        self.step(modes=(sending, kernels))
+        found = {"inside": sending.inside, "between": sending.between, "kernels": kernels, "flops": kernels.flops}
         if self.outer:
             synchronizing = Sending(self.world.local_size)
             with self.fake, synchronizing:
@@ -345,45 +359,73 @@ def sweep(options, flags: list[str]):
     name, _, values = options.sweep.partition("=")
     for value in values.split(","):
         with traced(options.script, [*flags, f"--{name}", value], options) as run:
-            yield {name: value} | run.row() | {"batch": run.batch}
+            yield {name: value} | run.row() | {"a step": run.batch}
     run.print_what_is_left_out()
 
 
-def compare(options, flags: list[str]) -> list[dict]:
-    """A row for each strategy: what a process holds, sends and computes, and for each network the seconds of a step, by
-    peak figures, if all overlaps and if nothing does. Of the strategies that fit, the one whose sum is least is marked,
-    without DILOCO, which trains otherwise.
-    """
+def compare(options, flags: list[str]) -> None:
+    """A row for each strategy: what a process holds and sends. Then for each network the time of a step."""
+    gpu = GPUS[options.gpu]
+    device_gb = options.device_gb or gpu.memory_gb
     rows = []
-    candidates = {gbits: [] for gbits in options.network_gbits}
+    tables = {gbits: [] for gbits in options.network_gbits}
     for strategy in load_script(options.script).RESHARD:
         with traced(options.script, [*flags, "--sharding-strategy", strategy], options) as run:
             peak = run.peak()
-            cost = run.cost()
+            cost = run.cost(gpu)
+            kernels = cost["kernels"]
             replicas, shards = run.script.mesh_shape(run.args, run.world) if run.is_lm else (1, run.size)
-            row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GB": peak / GB}
-            fits = not options.device_gb or peak < USABLE * options.device_gb * GB
-            if options.device_gb:
-                row[f"fits {options.device_gb:g} GB"] = "yes" if fits else "no"
-            row |= {"inside, GB": cost["inside"] / GB, "between, GB": cost["between"] / GB}
-            row["TFLOP"] = cost["flops"] / 1e12
+        fits = peak <= USABLE * device_gb * GB
+        row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GB": peak / GB}
+        row[f"fits {device_gb:g} GB"] = "yes" if fits else "no"
+        row |= {"inside, GB": cost["inside"] / GB, "between, GB": cost["between"] / GB}
+        rows.append(row | {"TFLOP": cost["flops"] / 1e12})
+        if run.size <= options.per_node:
+            tables = {None: tables.get(None, [])}  # one node has no network
+        for gbits, found in tables.items():
+            found.append({"strategy": strategy, "fits": fits} | bounds(run, cost, gpu, gbits))
 
-            for gbits in options.network_gbits:
-                computing = cost["flops"] / (options.peak_tflops * 1e12)
-                inside = cost["inside"] / (options.node_gbytes * 1e9)
-                between = cost["between"] * run.world.local_size * 8 / (gbits * 1e9)  # its processes share the link
-                least, most = max(computing, inside, between), computing + inside + between
-                row[f"{gbits:g} Gbit/s, s"] = f"{least:.3g} to {most:.3g}"
-                if fits and strategy != "DILOCO":
-                    candidates[gbits].append((most, row))
-            rows.append(row)
+    print_table(rows)
+    for gbits, found in tables.items():
+        nodes = "one node" if gbits is None else f"{run.size // options.per_node} nodes with {gbits:g} Gbit/s each"
+        print(f"\na step on {nodes}, with the {gpu.name}'s {gpu.link_gbytes} GB/s between the GPUs of a node:")
+        print_table(mark_the_fastest(found))
 
-    for gbits, found in candidates.items():
-        if found:
-            _, best = min(found, key=lambda candidate: candidate[0])
-            best[f"{gbits:g} Gbit/s, s"] += " <-"
-    print(f"counted: a training step of {run.batch} in a process")
+    print(f"\ncounted: a step of {run.batch}")
+    print(f"yes: with a tenth of the {device_gb:g} GB kept to spare")
     run.print_what_is_left_out()
+    if kernels.host_may_be_the_limit:
+        print(f"computing: the host must start {kernels.count:,} kernels in that time; it may be the limit")
+    if not tables:
+        print("for the time of a step, name the network of a node: --network-gbits 100")
+
+
+def bounds(run: Run, cost: dict, gpu: Gpu, gbits: float | None) -> dict:
+    """The seconds of a step if computing and sending all overlap, and if nothing does; and what takes them."""
+    seconds = {
+        "computing": cost["kernels"].seconds,
+        "sending inside a node": cost["inside"] / (gpu.link_gbytes * 1e9),
+    }
+    if gbits is not None:  # a node's processes share its link
+        seconds["network"] = cost["between"] * run.world.local_size * 8 / (gbits * 1e9)
+    least = max(seconds.values())
+    flops_at_peak = least * gpu.bf16_tflops * 1e12
+    longest_first = sorted(seconds.items(), key=lambda part: part[1], reverse=True)
+    return {
+        "least, s": least,
+        "most, s": sum(seconds.values()),
+        "tokens/s, at most": run.step_tokens / least,
+        "MFU, at most": f"{cost['kernels'].model_flops / flops_at_peak:.1%}",
+        "what takes the time": ", ".join(f"{name} {value:.3g} s" for name, value in longest_first if value > 0),
+    }
+
+
+def mark_the_fastest(rows: list[dict]) -> list[dict]:
+    """Of those that fit, by the most that a step takes. DILOCO trains otherwise, and is not marked."""
+    candidates = [row for row in rows if row.pop("fits") and row["strategy"] != "DILOCO"]
+    if candidates:
+        fastest = min(candidates, key=lambda row: row["most, s"])
+        fastest["what takes the time"] += " <-"
     return rows
 
 
@@ -395,11 +437,11 @@ MODELS = {  # of the page's table: script and flags
     "1b": ("lm_multinode.py", "--model", "1b", "--seq-length", 1024),
     "7b": ("lm_multinode.py", "--model", "7b", "--seq-length", 1024),
 }
-GPUS = (1, 4, 8, 64)
+NUM_GPUS = (1, 4, 8, 64)
 DEVICE_GB = (24, 40, 80)
 
 
-def table(options, models=tuple(MODELS), gpus=GPUS):
+def table(options, models=tuple(MODELS), gpus=NUM_GPUS):
     """Yield the page's rows: the largest batch of a process without and with recomputing, FULL_SHARD, bf16."""
     for model, count in itertools.product(models, gpus):
         cells = {f"{device_gb} GB": [] for device_gb in DEVICE_GB}
@@ -413,12 +455,13 @@ def table(options, models=tuple(MODELS), gpus=GPUS):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("script", nargs="?", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
     parser.add_argument("--sweep", help="flag=value,value: a row for each; sharding-strategy: what each sends, too")
+    parser.add_argument("--gpu", default="H100", choices=GPUS, help="whose time, memory and link to its neighbours")
     parser.add_argument("--device-gb", type=float, help="find the largest micro-batch, one in a step")
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="of a GPU in dense bf16; an H100's")
-    parser.add_argument("--node-gbytes", type=float, default=450.0, help="GB/s of a GPU in its node; an H100's NVLink")
     parser.add_argument("--network-gbits", type=float, nargs="+", default=[], help="Gbit/s of a node's link")
     parser.add_argument("--attention", default="gpu", choices=("gpu", "cpu"), help="whose kernel")
     parser.add_argument("--vocabulary", type=int, default=32_000, help="of a Llama in MODELS")
@@ -433,7 +476,7 @@ def main() -> None:
     if not options.script:
         parser.error("name a script, or --table")
     if options.sweep == "sharding-strategy":
-        print_table(compare(options, more))
+        compare(options, more)
         return
     if options.sweep:
         print_table(sweep(options, more))
@@ -443,22 +486,37 @@ def main() -> None:
         if options.device_gb:
             [largest] = run.largest_batches([options.device_gb])
             run.print_what_is_left_out()
-            print(f"largest batch of a process with a tenth to spare, of {run.samples}: {largest}")
+            print(
+                f"largest batch of a process in a step of one micro-batch on {plural(run.size, 'process', 'es')}, in"
+                f" {run.sample}s {run.lengths}, with a tenth of {options.device_gb:g} GB kept to spare: {largest}"
+            )
             return
         row = run.row()
-        cost = run.cost()
+        cost = run.cost(GPUS[options.gpu])
     print_table([row])
-    print(f"counted: a training step of {run.batch} in a process")
+    print(f"traced in {time.perf_counter() - began:.0f} s")
+    print_answer(run, row["sum, GB"], cost)
+
+
+def print_answer(run: Run, peak_gb: float, cost: dict) -> None:
+    print(f"counted: a step of {run.batch}")
     run.print_what_is_left_out()
-    total = row["sum, GB"]
-    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if total < USABLE * size]
-    fits = f"GPUs of {sizes[0]} GB or more" if sizes else "no GPU of up to 192 GB"
-    print(f"traced in {time.perf_counter() - began:.0f} s; with a tenth to spare it fits on {fits}")
     print(
-        f"sends {cost['inside'] / GB:.3f} GB inside a node and {cost['between'] / GB:.3f} GB between nodes, computes"
-        f" {cost['flops'] / 1e12:.2f} TFLOP, a process and step"
+        f"a process sends {cost['inside'] / GB:.3f} GB inside a node and {cost['between'] / GB:.3f} GB between nodes,"
+        f" and computes {cost['flops'] / 1e12:.2f} TFLOP"
     )
-    print(f"peak {total:.2f} GB a process")
+    if run.options.attention == "gpu":
+        kernels = cost["kernels"]
+        print(
+            f"a step takes {kernels.seconds:.3g} s of one {kernels.gpu.name}: {kernels.product_seconds:.3g} s of matrix"
+            f" products and attention, {kernels.memory_seconds:.3g} s of memory traffic, {kernels.count:,} kernels,"
+            " which the host must start in that time",
+            end="",
+        )
+        print("; the host may be the limit: a larger batch, or --compile" if kernels.host_may_be_the_limit else "")
+    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if peak_gb < USABLE * size]
+    fits = f"fits GPUs of {sizes[0]} GB or more" if sizes else "fits no GPU of up to 192 GB"
+    print(f"peak {peak_gb:.2f} GB a process; with a tenth of the memory kept to spare it {fits}")
 
 
 if __name__ == "__main__":
