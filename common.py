@@ -6,6 +6,7 @@ Copy this file together with the script you start from. What is sharded, and how
 import argparse
 import contextlib
 import gc
+import glob
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,12 +31,14 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from tqdm import tqdm
 
@@ -63,25 +67,26 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message} (--help lists every flag)")  # once, and not from every process
 
 
-# argparse makes a sentence of a ValueError, with the name of the function.
-
-
 def positive_int(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)
 
 
 def non_negative_int(text: str) -> int:
-    if int(text) < 0:
-        raise ValueError
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 0 or more")
     return int(text)
 
 
 def non_negative_float(text: str) -> float:
-    if not 0 <= float(text) < math.inf:  # nan is not
-        raise ValueError
-    return float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:  # nan is not
+        raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
+    return number
 
 
 def add_run_flags(group):
@@ -112,8 +117,17 @@ def add_checkpoint_flags(group):
 # A collective that takes longer fails: some process hangs or has died.
 TIMEOUT = timedelta(minutes=10)
 
-# Seconds in which rank 0 speaks first: an error on another rank often follows from one there.
+# The same where others wait for one process to download, to tokenize or to write a model.
+PATIENT_TIMEOUT = timedelta(hours=6)
+
+# When one rank fails, so do the others, which wait for it in a collective. The first cause is most
+# often on rank 0, so it reports at once. The others wait so many seconds, in which torchrun mostly
+# ends them: one error is printed, not one from each rank.
 HEAD_START = 10
+
+# How DataLoaders start their workers. From Python 3.14 on Linux uses a fork server, which outlives
+# a training process that is killed.
+WORKER_START = "fork" if sys.platform == "linux" else None
 
 
 class UserError(Exception):
@@ -126,6 +140,7 @@ class World(NamedTuple):
     size: int
     local_size: int  # processes on this node
     device: torch.device
+    patient_group: dist.ProcessGroup | None = None  # all ranks, on the CPU, with PATIENT_TIMEOUT
 
 
 def run(main, args):
@@ -144,6 +159,11 @@ def run(main, args):
             num_processes = torch.accelerator.device_count() if accelerator else 2
 
         if "RANK" not in os.environ and num_processes > 1:
+            uses_cuda = accelerator is not None and accelerator.type == "cuda"
+            too_few = uses_cuda and num_processes > torch.cuda.device_count()
+            if too_few and torch.cuda.nccl.version() >= (2, 30):
+                # Several processes share a GPU: to learn and to test, as it is slow.
+                os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
             start_processes(num_processes)
             return
 
@@ -163,8 +183,8 @@ def run(main, args):
 def fail(message: str, code: int = 2):
     """Print an error on stderr and end this process at once."""
     if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # once rank 0 has spoken, torchrun ends us
-        if StopRequest.received:  # torchrun has asked already
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if StopRequest.received:  # torchrun has already ended this one
             os._exit(code)
         time.sleep(HEAD_START)
 
@@ -175,24 +195,26 @@ def fail(message: str, code: int = 2):
     os._exit(code)  # an orderly exit can hang: another rank may wait in a collective
 
 
-def start_processes(count: int):
-    """Start this script again in `count` processes, with torchrun."""
-    command = ["--standalone", "--nproc_per_node", str(count), *sys.argv]
+def start_processes(count: int, *more_flags: str):
+    """Start this script again in `count` processes, with torchrun. `more_flags` follow its own."""
+    command = ["--standalone", "--nproc_per_node", str(count), *sys.argv, *more_flags]
     print("torchrun", *command, flush=True)
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
-    # glibc then keeps freed memory in the process, which is faster on CPUs.
-    os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "2000000000")
+    if not torch.accelerator.is_available():
+        # glibc then keeps freed memory in the process, which is faster on CPUs.
+        os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
+        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "2000000000")
     logging.disable()  # torchrun's own report is long, and the script has said what is wrong
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         torchrun(command)
     except ChildFailedError as error:
-        first_failure = error.get_first_failure()[1]
-        if first_failure.exitcode == 2:
-            sys.exit(2)
-        sys.exit(str(error))
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            sys.exit(failure.exitcode)  # the process has printed why
+        name = signal.Signals(-failure.exitcode).name  # SIGKILL is often Linux, without memory
+        sys.exit(f"{Path(sys.argv[0]).name}: error: process {rank} was killed by {name}")
     except SignalException as error:
         sys.exit(128 + error.sigval)
     finally:  # torchrun leaves its own behind, which raise SignalException
@@ -237,50 +259,58 @@ def setup(accelerator: torch.device | None) -> World:
     device = torch.device("cpu")
     backend = "gloo"
     if accelerator is not None:
-        device = torch.device(accelerator.type, local_rank)
+        num_devices = torch.accelerator.device_count()
+        if local_size > num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            raise UserError(
+                f"{local_size} processes on this node are more than its {num_devices} GPUs; NVIDIA"
+                " GPUs can be shared where NCCL is 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1"
+            )
+        device = torch.device(accelerator.type, local_rank % num_devices)
         # Tensors on the CPU go over gloo, those on the device over NCCL or XCCL.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-        if local_size > torch.accelerator.device_count():
-            raise UserError(f"{local_size} processes on this node are more than its GPUs")
         # Before the process group, or all processes open a context on device 0.
-        torch.accelerator.set_device_index(local_rank)
+        torch.accelerator.set_device_index(device.index)
         # TF32: fp32 products several times faster, with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high")
 
     store = dist.HashStore()  # of a group of one
     if "RANK" in os.environ:
-        # Rank 0 serves a store of its own: torchrun's outlives a restart, with the addresses of
-        # dead processes (pytorch#135712).
+        # After a restart torchrun's store still has the addresses of dead processes
+        # (pytorch#135712), so rank 0 serves a new one. Not at the next port: Linux gives every
+        # second one to outgoing connections.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
-    return World(rank, local_rank, size, local_size, device)
+    # Once: each group costs every process a socket or two for each other process.
+    patient_group = dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT)
+    return World(rank, local_rank, size, local_size, device, patient_group)
 
 
 @contextlib.contextmanager
 def first_on_node(world):
     """The first process of each node runs the block, then the others, which find its results in
-    the cache."""
-    # A group of its own, with a longer timeout: to download and tokenize can take hours.
-    group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+    the cache. A collective."""
     if world.local_rank != 0:
-        dist.barrier(group)
+        dist.barrier(world.patient_group)
     yield
     if world.local_rank == 0:
-        dist.barrier(group)
+        dist.barrier(world.patient_group)
 
 
 class StopRequest:
-    """A cluster's SIGTERM, or Ctrl-C: the run saves after the step it is in and leaves."""
+    """A cluster's SIGTERM, or Ctrl-C: the run saves and leaves. `when` tells the user when."""
 
     received = False  # of the class: `fail` asks too
 
-    def __init__(self):
+    def __init__(self, world, when: str):
+        self.message = f"stopping {when}\n" if world.rank == 0 else ""
         signal.signal(signal.SIGTERM, self.receive)
         signal.signal(signal.SIGINT, self.receive)
 
     def receive(self, *_):
+        if not StopRequest.received:
+            os.write(1, self.message.encode())  # print may be at work already, in this thread
         StopRequest.received = True
 
     def on_any_rank(self) -> bool:
@@ -290,14 +320,26 @@ class StopRequest:
         return received.item() > 0
 
 
-def ignore_sigterm(worker: int):
-    """For a DataLoader's workers: they must outlive the SIGTERM that a cluster sends to all. Keep
-    the loader in a function: at its end Python would wait for them for ever."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def start_workers(loader: DataLoader):
+    """`iter(loader)`, whose workers outlive the signals that a terminal or a cluster sends to all
+    processes: the step that is under way still needs them.
+
+    Keep the loader in a function: at the end of Python itself it would wait for them for ever.
+    """
+    if loader.num_workers > 0:
+        loader.multiprocessing_context = WORKER_START
+    resource_tracker.ensure_running()  # else its start would undo the blocking
+    # What is started while signals are blocked never gets them. This process gets them later.
+    signals = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """`--precision`, where auto is bf16 on a GPU that computes in it, else fp32."""
+    """`--precision`, in which auto is bf16 on a GPU that computes in it, else fp32."""
     if name != "auto":
         return name
     if device.type == "cpu":
@@ -317,8 +359,8 @@ def sum_over_ranks(values: torch.Tensor, group=None) -> list[float]:
     return total.tolist()
 
 
-def state_gb(model, optimizer) -> float:
-    """GB that this rank holds of parameters, gradients and optimizer state."""
+def state_gib(model, optimizer) -> float:
+    """GiB that this rank holds of parameters, gradients and optimizer state."""
     num_bytes = 0
     for parameter in model.parameters():
         for tensor in [parameter, parameter.grad, *optimizer.state[parameter].values()]:
@@ -330,52 +372,60 @@ def state_gb(model, optimizer) -> float:
 
 
 def peak_memory(device: torch.device) -> dict:
-    """The most GB since the last call: of the device's memory, or of this process's on a CPU.
+    """The most GiB since the last reset: of the device's memory, or of this process's on a CPU.
 
-    On a device `reserved_gb` also counts what its allocator keeps for reuse.
+    On a device `reserved_gib` also counts what its allocator keeps for reuse.
     """
     if device.type != "cpu":
         allocated = torch.accelerator.max_memory_allocated(device) / 2**30
         reserved = torch.accelerator.max_memory_reserved(device) / 2**30
-        torch.accelerator.reset_peak_memory_stats(device)
-        return {"peak_gb": allocated, "reserved_gb": reserved}
+        return {"peak_gib": allocated, "reserved_gib": reserved}
 
     if not Path("/proc/self/clear_refs").exists():  # not Linux
-        return {"peak_gb": math.nan}
+        return {"peak_gib": math.nan}
     status = Path("/proc/self/status").read_text()
-    peak_kb = re.search(r"VmHWM:\s+(\d+)", status)[1]
-    Path("/proc/self/clear_refs").write_text("5")
-    return {"peak_gb": int(peak_kb) / 2**20}
+    peak_kib = re.search(r"VmHWM:\s+(\d+)", status)[1]
+    return {"peak_gib": int(peak_kib) / 2**20}
 
 
-def check_that_it_fits(empty, shards: int, world, offload=False, more=0) -> str:
+def reset_peak_memory(device: torch.device):
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def describe_state(meta_model, shards: int, world, offload=False, extra_bytes=0) -> str:
     """What each process will hold of a model that is on the meta device. Raises UserError where
     this alone does not fit.
 
-    AdamW in fp32 holds 12 bytes beside each weight that is trained: gradient and two moments.
-    more: bytes beside those.
+    AdamW in fp32 holds 12 bytes beside each weight that is trained: the gradient and two moments.
+    extra_bytes: what else is held for each of them.
     """
     num_parameters = 0
     num_trained = 0
     num_bytes = 0
-    for parameter in empty.parameters():
+    for parameter in meta_model.parameters():
         num_parameters += parameter.numel()
         num_bytes += parameter.nbytes
         if parameter.requires_grad:
             num_trained += parameter.numel()
-            num_bytes += (12 + more) * parameter.numel()
+            num_bytes += (12 + extra_bytes) * parameter.numel()
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / world.local_size
     if world.device.type != "cpu" and not offload:
-        memory = torch.accelerator.get_memory_info(world.device)[1]
+        device_module = torch.get_device_module(world.device)
+        memory = device_module.get_device_properties(world.device).total_memory
+        processes_per_device = math.ceil(world.local_size / torch.accelerator.device_count())
+        memory /= processes_per_device
     state = num_bytes / shards
-    size = f"{num_parameters:,} parameters"
+    text = f"{num_parameters:,} parameters"
     if num_trained < num_parameters:
-        size += f", {num_trained:,} trained"
-    size += f", {state / 2**30:.3f} GB of state a process, which has {memory / 2**30:.0f} GB"
+        text += f", {num_trained:,} trained"
+    text += f", {state / 2**30:.3f} GiB of state a process (memory: {memory / 2**30:.0f} GiB)"
     if state > memory:
-        raise UserError(f"this does not fit: {size}; shard over more processes")
-    return size
+        raise UserError(f"this does not fit: {text}; shard over more processes")
+    return text
 
 
 class Log:
@@ -383,6 +433,7 @@ class Log:
 
     def __init__(self, world, folder: Path):
         self.is_rank0 = world.rank == 0
+        self.device = world.device
         self.path = folder / "metrics.jsonl"
         self.run = time.strftime("%Y-%m-%d-%H-%M-%S")  # the tutorial's get_date_of_run
         self.start = time.time()
@@ -408,6 +459,27 @@ class Log:
         if self.is_rank0:
             with self.path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+
+    def step(self, step: int, loss: float, grad_norm: float, lr: float, speed: float, **more):
+        """The line and the record of a training step: means since the last one, the gradient norm
+        of this one, `speed` in tokens/s, the peak of memory. `more`: other numbers, by name."""
+        memory = peak_memory(self.device)
+        reset_peak_memory(self.device)
+        line = (
+            f"step {step:6,} | loss {loss:.4f} | grad_norm {grad_norm:.3f} | lr {lr:.2e}"
+            f" | {speed:9,.0f} tokens/s | {memory['peak_gib']:.2f} GiB"
+        )
+        for name, value in more.items():
+            line += f" | {name} {value:.3g}"
+        self.print(line)
+        record = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens/s": speed}
+        self.write(**record, **memory, **more)
+
+    def print_stopped(self, step: int):
+        self.print(
+            f"stopped  at step {step}, all saved: go on with --resume, or start anew with another"
+            " --output-dir"
+        )
 
     def bar(self, iterable, text: str, total: int):
         disable = None if self.is_rank0 else True  # None: where there is no terminal
@@ -442,7 +514,7 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
 
 def training_state(model, optimizer, world, extra, replica: int) -> tuple[dict, list]:
     """What a checkpoint holds, tensors only, as all else would be pickled; and the optimizer's
-    groups, which it does not hold."""
+    groups, which it does not hold. A collective."""
     weights, moments = get_state_dict(model, optimizer)
     random_state = {"cpu": torch.get_rng_state()}
     if world.device.type != "cpu":
@@ -452,6 +524,7 @@ def training_state(model, optimizer, world, extra, replica: int) -> tuple[dict, 
         f"optimizer{replica}": moments["state"],
         random_name(world): random_state,
     }
+    # Under one name torch.distributed.checkpoint would keep the tensor of one rank.
     if extra is not None:
         state[f"extra{world.rank}"] = extra
     return state, moments["param_groups"]
@@ -465,8 +538,8 @@ def random_name(world) -> str:
 def save_checkpoint(folder: Path, progress: dict, model, optimizer, world, extra=None, replica=0):
     """Save `checkpoints/step-N`, every rank its own shards, and keep the newest 2. A collective.
 
-    progress: what JSON can hold, the same on all ranks. extra: more tensors of this rank, by name.
-    replica: this rank's, where the weights of replicas differ, so that each is saved.
+    progress: what JSON can hold, the same on all ranks. For DiLoCo, whose replicas have different
+    weights: replica, the number of this rank's; extra, more tensors of this rank, by name.
     """
     path = folder / "checkpoints" / f"step-{progress['step']:07d}"
     try:
@@ -481,7 +554,7 @@ def save_checkpoint(folder: Path, progress: dict, model, optimizer, world, extra
         free = shutil.disk_usage(folder).free / 2**30  # PyTorch may say "unexpected pos" instead
         shutil.rmtree(path, ignore_errors=True)  # half of one would keep a full disk full
         cause = str(error).strip().splitlines()[-1]  # above it are the tracebacks of all ranks
-        raise UserError(f"could not save {path}, where {free:.3f} GB are free: {cause}") from error
+        raise UserError(f"could not save {path}, where {free:.3f} GiB are free: {cause}") from error
 
     if world.rank == 0:
         for old in finished_checkpoints(folder)[:-2]:
@@ -538,30 +611,55 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
         torch.get_device_module(world.device).set_rng_state(random_state["device"])
 
 
-def export(model, empty, tokenizer, folder: Path, world):
+def load_weights(model, full_model, world, offload: bool):
+    """Give a sharded model, which is on the meta device, its memory and the weights of rank 0's
+    `full_model`; each rank keeps its shards. A collective."""
+    model.to_empty(device="cpu" if offload else world.device)
+    weights = full_model.state_dict() if world.rank == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+
+    # to_empty has emptied the buffers, and a state dict does not hold them all (positions, for
+    # example), nor the settings of generate().
+    not_in_state_dict = [None, None]
+    if world.rank == 0:
+        not_in_state_dict = [list(full_model.buffers()), full_model.generation_config]
+    dist.broadcast_object_list(not_in_state_dict)
+    full_buffers, model.generation_config = not_in_state_dict
+    for buffer, full_buffer in zip(model.buffers(), full_buffers, strict=True):
+        buffer.data = full_buffer.to(world.device)
+
+
+def export(model, meta_model, tokenizer, folder: Path, world):
     """Gather the weights on rank 0's CPU and save them for `from_pretrained`. A collective.
 
-    empty: the same model on the meta device, before it was wrapped and sharded. The successor of
-    the tutorial's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
+    meta_model: the same model on the meta device, before it was wrapped and sharded. The successor
+    of the tutorial's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
 
     if world.rank == 0:
-        for name, source in empty.all_tied_weights_keys.items():
+        for name, source in meta_model.all_tied_weights_keys.items():
             if torch.equal(weights[name], weights[source]):  # not so for FLAN-T5's output layer
                 weights[name] = weights[source]  # one tensor, which is saved once
 
-        empty.generation_config = model.generation_config
+        meta_model.generation_config = model.generation_config
         partial = folder.with_name(folder.name + ".partial")  # `folder` stays until this is whole
         try:
-            empty.save_pretrained(partial, state_dict=weights)
+            meta_model.save_pretrained(partial, state_dict=weights)
             tokenizer.save_pretrained(partial)
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
         except Exception as error:  # safetensors has errors of its own
             raise UserError(f"could not save {folder}: {error}") from error
-    dist.barrier()
+    dist.barrier(world.patient_group)  # rank 0's disk may be slow
+
+
+def check_path(flag: str, name: str):
+    """Raise UserError for a path where nothing is. The libraries would look for it on the Hub."""
+    if name.startswith((".", "/", "~")) and not glob.glob(name):
+        raise UserError(f"{flag} {name} does not exist")
 
 
 # ---- Summarization data ------------------------------------------------------------------------
@@ -637,6 +735,9 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         datasets.disable_progress_bars()
     kinds = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
     kind = kinds.get(Path(name).suffix.lower())
+    check_path("--dataset", name)
+    if kind is None and Path(name).is_file():
+        raise UserError(f"--dataset {name} is none of {', '.join(kinds)}")
     hub_name, _, config = name.partition(":")
     source = {"path": hub_name, "name": config or None}
     if kind:

@@ -23,6 +23,7 @@ a schedule, and its strategies, names of FSDP1, are FSDP2's meshes (t5_fsdp.py h
 """
 
 import contextlib
+import copy
 import gc
 import json
 import math
@@ -30,6 +31,7 @@ import re
 import statistics
 import time
 import zlib
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -39,7 +41,6 @@ import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, IterableDataset
@@ -61,9 +62,9 @@ import common
 
 transformers.logging.disable_progress_bar()
 
-# PyTorch's attention, under a name for which transformers makes no mask. Full sequences need none.
-# To find that out it would look into the positions, and the host would wait for the device, in
-# every forward.
+# PyTorch's attention under a name that transformers does not know, so that it makes no mask. Full
+# sequences need none. To find that out transformers would read the positions on the host, which
+# would wait for the device in every forward.
 ATTENTION = "causal_sdpa"
 AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 
@@ -74,24 +75,15 @@ AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # FSDP1's names. In FSDP2 each is two facts: the mesh, and reshard_after_forward, which frees
-# parameters after forward and gathers them again for backward, except for the root unit.
-#
-# Each comment ends with the bytes that a process sends in a step: m micro-batches, n processes, r
-# replicas of s shards each, P bytes of parameters, L of them in layers, G bytes of gradients.
-# Ordered by the memory of a process, least first, on one or two nodes of 8.
+# parameters after forward and gathers them again for backward, except for the root unit. Ordered
+# by the memory of a process, least first. docs/multi-node.md has what each of them sends.
 RESHARD = {
-    # ZeRO-3, parameters are gathered for each forward and backward: (n-1)/n (m (P + L) + G)
-    "FULL_SHARD": True,
-    # ZeRO-3 in a replica (a node): (s-1)/s (m (P + L) + G) stays in it, 2 (r-1)/r G/s crosses
-    "HYBRID_SHARD": True,
-    # ZeRO-3 in a replica, which trains by itself: in H steps 2 (r-1)/r W/s cross, W of weights
-    "DILOCO": True,
-    # ZeRO-2, parameters are gathered once a step: (n-1)/n (P + G)
-    "SHARD_GRAD_OP": False,
-    # ZeRO-2 in a replica: (s-1)/s (P + G) stays in it, 2 (r-1)/r G/s crosses
-    "_HYBRID_SHARD_ZERO2": False,
-    # DDP, nothing is sharded: 2 (n-1)/n G
-    "NO_SHARD": False,
+    "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for each forward and each backward
+    "HYBRID_SHARD": True,  # ZeRO-3 in each replica, most often a node; replicas share gradients
+    "DILOCO": True,  # ZeRO-3 in each replica; they train alone and now and then share weights
+    "SHARD_GRAD_OP": False,  # ZeRO-2: parameters are gathered once a step
+    "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 in each replica; replicas share gradients
+    "NO_SHARD": False,  # DDP: every process has the whole model; all share gradients
 }
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")
 
@@ -100,12 +92,13 @@ HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")
 
 
 def shard(args, world, config) -> nn.Module:
-    """The model with its units, each parameter a DTensor of which this process has a shard."""
-    whole = None
+    """The model with its units, each parameter a DTensor of which this process has a shard. A
+    collective."""
+    full_model = None
     with common.first_on_node(world):  # the others wait, for a download if need be
         if world.rank == 0:
-            whole = load_model(args, config)  # on the CPU
-    model = empty_model(config)  # no device ever holds the whole model
+            full_model = load_model(args, config)  # on the CPU
+    model = make_meta_model(config)  # no device ever holds the whole model
     layers = prepare_layers(args, model)
 
     mesh = make_mesh(args, world)
@@ -120,7 +113,8 @@ def shard(args, world, config) -> nn.Module:
 
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
-    for modules in ends_of(model):  # they stay gathered from forward to backward, as the root does
+    for modules in embedding_and_head(model):
+        # They stay gathered from forward to backward, as the root does.
         fully_shard(modules, reshard_after_forward=False, **options)
     fully_shard(model, **options)
 
@@ -128,7 +122,7 @@ def shard(args, world, config) -> nn.Module:
         if isinstance(module, FSDPModule) and world.device.type == "xpu":
             module.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average everywhere
 
-    load_weights(args, world, model, whole)
+    common.load_weights(model, full_model, world, args.cpu_offload)
     return model
 
 
@@ -159,32 +153,14 @@ def mesh_shape(args, world) -> tuple[int, int]:
     return world.size // shards, shards
 
 
-def load_weights(args, world, model: nn.Module, whole: nn.Module | None):
-    """Give a model on the meta device its memory, and what rank 0's `whole` one holds."""
-    model.to_empty(device="cpu" if args.cpu_offload else world.device)
-    weights = whole.state_dict() if whole else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
-
-    # to_empty has emptied the buffers, and a state dict does not hold them all (positions, for
-    # example), nor the settings of generate().
-    others = [None, None]
-    if world.rank == 0:
-        others = [list(whole.buffers()), whole.generation_config]
-    dist.broadcast_object_list(others)
-    buffers, model.generation_config = others
-    for empty, buffer in zip(model.buffers(), buffers, strict=True):
-        empty.data = buffer.to(world.device)
-
-
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Each becomes a unit. docs/your-model-and-data.md has what else another architecture needs."""
     return list(model.model.layers)
 
 
-def ends_of(model: nn.Module) -> list[list[nn.Module]]:
+def embedding_and_head(model: nn.Module) -> list[list[nn.Module]]:
     """Two more units: the embedding, and the last norm with the output layer. While one of them is
-    gathered or reduced, the layers compute. None if both have the same weights."""
+    gathered or reduced, the layers compute. No units if both have the same weights."""
     if model.config.tie_word_embeddings:
         return []
     return [[model.model.embed_tokens], [model.model.norm, model.lm_head]]
@@ -204,7 +180,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
 
 
 def build(args, world, config):
-    """The sharded model and its optimizer, which must see the shards."""
+    """The sharded model and its optimizer, which must see the shards. A collective."""
     model = shard(args, world, config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
@@ -212,7 +188,7 @@ def build(args, world, config):
 
 
 def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """One step of the optimizer on this rank's part of the global batch.
+    """One step of the optimizer on this rank's part of the global batch. A collective.
 
     Returns this rank's summed loss and the gradient norm, both on the device (reading a number
     would wait for it), and the position in this rank's data.
@@ -282,7 +258,8 @@ class OuterOptimizer:
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
-    """Cross-entropy, summed over all targets that are not -100, 0-d."""
+    """Cross-entropy, summed over all targets that are not -100, 0-d. A collective: so is every
+    forward of a sharded model."""
     output = model(input_ids=batch["input_ids"], use_cache=False)
     logits = output.logits.float().flatten(0, 1)
     return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
@@ -290,32 +267,37 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
 
 # ---- Model and data ----------------------------------------------------------------------------
 
+# What --model trains from the start. Vocabulary and positions are set later.
 MODELS = {
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 352,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    },
-    "150m": {  # PrimeIntellect/llama-150m-fresh
-        "hidden_size": 1024,
-        "intermediate_size": 2688,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 16,
-    },
-    "1b": {  # TinyLlama's shape
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    "7b": {  # Llama 2's
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
+    "tiny": LlamaConfig(
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        rms_norm_eps=1e-5,
+    ),
+    "150m": LlamaConfig(  # PrimeIntellect/llama-150m-fresh
+        hidden_size=1024,
+        intermediate_size=2688,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        rms_norm_eps=1e-5,
+    ),
+    "1b": LlamaConfig(  # TinyLlama's shape
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-5,
+    ),
+    "7b": LlamaConfig(  # Llama 2's
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        rms_norm_eps=1e-5,
+    ),
 }
 
 
@@ -329,44 +311,70 @@ def load_model(args, config) -> nn.Module:
     return model.train()  # a pretrained one comes in eval()
 
 
-def empty_model(config) -> nn.Module:
+def make_meta_model(config) -> nn.Module:
     """The model on the meta device: shapes, no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def load_config_and_tokenizer(args, world, source) -> tuple:
-    """Those of a pretrained model, or of one of `MODELS` with any tokenizer."""
+    """Those of a pretrained model, or of one of `MODELS` with any tokenizer. A collective."""
     is_pretrained = args.model not in MODELS
     tokenizer_name = args.tokenizer or (args.model if is_pretrained else None)
+    options = {"local_files_only": world.local_rank != 0}  # one process of a node asks the Hub
+    if is_pretrained:
+        common.check_path("--model", args.model)
+    if tokenizer_name:
+        common.check_path("--tokenizer", tokenizer_name)
     try:
         with common.first_on_node(world):
             if is_pretrained:
-                config = AutoConfig.from_pretrained(args.model, attn_implementation=ATTENTION)
-                empty = empty_model(config)
-                layers_of(empty)
-                ends_of(empty)
+                config = AutoConfig.from_pretrained(args.model, **options)
             if tokenizer_name:
-                tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
-    except (OSError, ValueError, AttributeError) as error:
-        message = f"--model {args.model} or --tokenizer {args.tokenizer} cannot be used: {error}"
+                tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, **options)
+    except (OSError, ValueError) as error:
+        message = f"--model {args.model} or --tokenizer {args.tokenizer} cannot be read: {error}"
         if "gated" in message:
             message += "; then run `hf auth login`, or take another --tokenizer"
         raise common.UserError(message) from error
 
     if not tokenizer_name:
-        texts = [row["text"] for row in source.take(2000)]
-        tokenizer = common.train_tokenizer(texts, vocab_size=2048, append_eos=False)
+        tokenizer = train_tokenizer(world, source)
+    if tokenizer.eos_token is None:
+        raise common.UserError(f"the tokenizer of {tokenizer_name} has no end-of-text token")
     if not is_pretrained:
-        config = LlamaConfig(
-            **MODELS[args.model],
-            vocab_size=len(tokenizer),
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            max_position_embeddings=args.seq_length,
-            rms_norm_eps=1e-5,
-            attn_implementation=ATTENTION,
-        )
+        config = copy.deepcopy(MODELS[args.model])
+        config.vocab_size = 64 * math.ceil(len(tokenizer) / 64)  # fast on tensor cores
+        config.bos_token_id = None
+        config.eos_token_id = tokenizer.eos_token_id
+        config.max_position_embeddings = args.seq_length
+    check_config(args, config, tokenizer)
+    return config, tokenizer
+
+
+def train_tokenizer(world, source):
+    """A small one, of the first texts, which rank 0 reads. A collective."""
+    tokenizer = [None]
+    if world.rank == 0:
+        texts = [row["text"] for row in source.take(2000)]
+        tokenizer = [common.train_tokenizer(texts, vocab_size=2048, append_eos=False)]
+    dist.broadcast_object_list(tokenizer, group=world.patient_group)
+    return tokenizer[0]
+
+
+def check_config(args, config, tokenizer):
+    """Raise UserError where this script cannot train such a model on these sequences."""
+    config._attn_implementation = ATTENTION
+    try:
+        model = make_meta_model(config)
+        layers_of(model)
+        embedding_and_head(model)
+    except (ValueError, AttributeError) as error:
+        raise common.UserError(
+            f"--model {args.model} has other parts than this script expects ({error});"
+            " docs/your-model-and-data.md says what to change"
+        ) from error
+
     window = getattr(config, "sliding_window", None) or args.seq_length  # ATTENTION has none
     longest = min(window, config.max_position_embeddings)
     if len(tokenizer) > config.vocab_size or args.seq_length > longest:
@@ -374,16 +382,15 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
             f"--model {args.model} takes a --tokenizer of {config.vocab_size} tokens at most, and a"
             f" --seq-length of {longest}"
         )
-    return config, tokenizer
 
 
 # What a DataLoader's worker calls is not local, nor a lambda: where workers are not forked (macOS,
 # Python 3.14), it arrives there as a pickle.
 
 
-def is_own(row: dict, number: int, share: int, num_shares: int) -> bool:
-    """Of n shares of the texts each has every n-th row."""
-    return number % num_shares == share
+def is_own(row: dict, number: int, rank: int, size: int) -> bool:
+    """Each rank has every n-th row."""
+    return number % size == rank
 
 
 def read_lines(rows: dict, column: str) -> dict:
@@ -411,8 +418,13 @@ def builtin_texts() -> list[str]:
 
 
 def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
-    """A stream of texts that knows its position, and those that are held out to validate."""
+    """A stream of texts that knows its position, and those that are held out to validate.
+
+    It lists the dataset's files and reads the first, so only rank 0 calls it: of the many processes
+    of a large run the Hub would refuse most.
+    """
     name = args.dataset[0]
+    common.check_path("--dataset", name)
     column = args.text_column
     is_json = re.search(r"\.jsonl?(\.\w+)?$", name)
     stream = {"split": "train", "streaming": True}
@@ -423,6 +435,8 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
         rows = datasets.load_dataset("text", data_files=args.dataset, **stream)
     elif name.endswith(".parquet"):
         rows = datasets.load_dataset("parquet", data_files=args.dataset, **stream)
+    elif Path(name).is_file():
+        raise ValueError("it is none of .json, .jsonl, .json.gz, .jsonl.gz, .parquet")
     else:
         hub_name = "allenai/c4:en" if name == "c4" else name
         rows = datasets.load_dataset(*hub_name.split(":"), **stream)
@@ -494,16 +508,19 @@ class Batches(IterableDataset):
                 yield batch, self.sequences.state_dict()
         except UnicodeDecodeError as error:  # a worker cannot hand this kind to its parent
             raise ValueError(str(error)) from error
+        # The texts are repeated for ever, unless this rank has none.
         raise ValueError("too few texts for each process to have one")
 
 
 def batches_on_device(args, world, source, tokenizer, position: dict | None):
     """Yield micro-batches of this rank's own texts, pass after pass, on its device, each with the
     position after it. A worker process packs ahead."""
+    # 64 files on 8 processes: each reads 8 of them. 3 files on 8 processes: each reads all, and
+    # keeps every eighth text; there `split_dataset_by_node` would divide packed sequences.
     if source.num_shards % world.size == 0:
         own = split_dataset_by_node(source, world.rank, world.size)
-    else:  # of other numbers of files, that function would divide packed sequences, not texts
-        options = {"share": world.rank, "num_shares": world.size}
+    else:
+        options = {"rank": world.rank, "size": world.size}
         own = source.filter(is_own, with_indices=True, fn_kwargs=options)
     options = {"args": args, "tokenizer": tokenizer, "seed": [args.seed, world.rank]}
     sequences = own.repeat(None).map(
@@ -520,13 +537,12 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
         Batches(args, sequences),
         batch_size=None,
         num_workers=1,  # not 2: `IterableDataset.iter` would give every batch to both
-        worker_init_fn=common.ignore_sigterm,
         prefetch_factor=8,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
         generator=torch.Generator(),  # the global one is dropout's: resuming would not be exact
     )
     with name_dataset_in_errors(args):
-        for batch, position in loader:
+        for batch, position in common.start_workers(loader):
             for name, tensor in batch.items():
                 batch[name] = tensor.to(world.device, non_blocking=True)
             yield batch, position
@@ -576,7 +592,7 @@ PEAK_TFLOPS = {
 }
 
 
-def mfu_per_token_per_second(args, world, empty) -> float:
+def mfu_per_token_per_second(args, world, meta_model) -> float:
     """The share of all peak FLOP/s (MFU) that one token/s is; 0 where the peak is unknown.
 
     By PaLM's appendix B (arXiv:2204.02311), but without the parameters of an embedding that only
@@ -590,8 +606,8 @@ def mfu_per_token_per_second(args, world, empty) -> float:
     if peak_tflops == 0:
         return 0.0
 
-    config = empty.config
-    num_parameters = empty.num_parameters(exclude_embeddings=not config.tie_word_embeddings)
+    config = meta_model.config
+    num_parameters = meta_model.num_parameters(exclude_embeddings=not config.tie_word_embeddings)
     head_size = getattr(config, "head_dim", None)
     if head_size is None:
         head_size = config.hidden_size // config.num_attention_heads
@@ -601,14 +617,14 @@ def mfu_per_token_per_second(args, world, empty) -> float:
 
 
 def compare_strategies(args, world, config, log, batches):
-    """Time a few steps under each strategy, with this model on these machines."""
-    share = mfu_per_token_per_second(args, world, empty_model(config))
+    """Time a few steps under each strategy, with this model on these machines. A collective."""
+    mfu_per_speed = mfu_per_token_per_second(args, world, make_meta_model(config))
     for strategy in RESHARD:
         args.sharding_strategy = strategy
         replicas, shards = mesh_shape(args, world)
-        common.peak_memory(world.device)
+        common.reset_peak_memory(world.device)
         try:
-            seconds, state_gb = time_steps(args, world, config, log, batches)
+            seconds, state_gib = time_steps(args, world, config, log, batches)
         except torch.OutOfMemoryError as error:
             # Other processes may now wait for this one: nothing can follow.
             raise common.UserError(
@@ -619,12 +635,12 @@ def compare_strategies(args, world, config, log, batches):
         memory = common.peak_memory(world.device)
         line = (
             f"{strategy:19} | {replicas:2} x {shards:2} | {speed:9,.0f} tokens/s"
-            f" | {seconds:7.3f} s | state {state_gb:.4f} GB | {memory['peak_gb']:.2f} GB"
+            f" | {seconds:7.3f} s | state {state_gib:.4f} GiB | {memory['peak_gib']:.2f} GiB"
         )
-        record = {"tokens/s": speed, "step_seconds": seconds, "state_gb": state_gb, **memory}
-        if share > 0:
-            record["mfu"] = speed * share
-            line += f" | mfu {speed * share:.1%}"
+        record = {"tokens/s": speed, "step_seconds": seconds, "state_gib": state_gib, **memory}
+        if mfu_per_speed > 0:
+            record["mfu"] = speed * mfu_per_speed
+            line += f" | mfu {record['mfu']:.3g}"
         log.write(strategy=strategy, replicas=replicas, shards=shards, **record)
         log.print(line)
         gc.collect()  # FSDP's objects refer to each other in circles
@@ -633,7 +649,7 @@ def compare_strategies(args, world, config, log, batches):
 
 
 def time_steps(args, world, config, log, batches) -> tuple[float, float]:
-    """Seconds of a step, and the GB of state that this process holds."""
+    """Seconds of a step, and the GiB of state that this process holds. A collective."""
     model, optimizer = build(args, world, config)
     times = []
     for _ in log.bar(range(7), args.sharding_strategy, 7):
@@ -642,7 +658,7 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
         loss_sum.item()  # waits for the device
         times.append(time.perf_counter() - start)
     seconds = statistics.median(times[2:])  # the first two allocate, compile and fill queues
-    state_gb = common.state_gb(model, optimizer)
+    state_gib = common.state_gib(model, optimizer)
 
     if args.sharding_strategy == "DILOCO":
         optimizer.zero_grad()  # as in main
@@ -653,8 +669,8 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
         outer.step()
         outer.shared.sum().item()
         seconds += (time.perf_counter() - start) / args.local_steps
-        state_gb += (outer.shared.nbytes + outer.momentum.nbytes) / 2**30
-    return seconds, state_gb
+        state_gib += (outer.shared.nbytes + outer.momentum.nbytes) / 2**30
+    return seconds, state_gib
 
 
 # ---- Main --------------------------------------------------------------------------------------
@@ -666,11 +682,11 @@ MUST_MATCH = (
 ).split()
 
 
-def learning_rate(args, step: int) -> float:
-    """Of step 1, 2, ...: a linear warm-up, then a cosine down to a tenth at the last step."""
+def learning_rate(args, step: int, num_steps: int) -> float:
+    """Of step 1, 2, ... of `num_steps`: a linear warm-up, then a cosine down to a tenth."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
-    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    done = (step - args.warmup_steps) / max(1, num_steps - args.warmup_steps)
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
@@ -714,20 +730,21 @@ def parse_args():
     add = group.add_argument
     add("--compare-strategies", **switch, help="time each strategy, and end")
     add("--peak-tflops", default=0.0, type=number, help="of one device, for MFU; 0: known GPUs'")
-    add("--validate-every", default=50, type=size, help="steps between validations")
+    add("--validate-every", default=50, type=count, help="steps between validations; 0: never")
 
     return parser.parse_args()
 
 
 def is_due(args, step: int, every: int) -> bool:
-    """Every so many steps, and after the last one; 0 is never."""
+    """Every so many steps, and after the last one; never if `every` is 0."""
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
 def resume(
     args, world, checkpoint, model, optimizer, outer_state: dict, log
 ) -> tuple[int, dict | None]:
-    """The step after which a checkpoint was saved, and this rank's position in the data."""
+    """Load a checkpoint. Returns the step after which it was saved, and this rank's position in the
+    data. A collective."""
     progress = common.read_progress(checkpoint, args, MUST_MATCH)
     if outer_state and progress["mesh"] != list(mesh_shape(args, world)):
         raise common.UserError(
@@ -735,6 +752,8 @@ def resume(
         )
     common.load_checkpoint(checkpoint, model, optimizer, world, **outer_state)
     log.print(f"resumed  from step {progress['step']}")
+    if progress["step"] >= args.max_steps:
+        log.print("         no step is left; to train on, start anew with a higher --max-steps")
 
     positions = progress["data_positions"]
     if len(positions) != world.size:
@@ -757,8 +776,12 @@ def main(args, world):
         )
 
     # Data
+    texts = [None, None]
     with name_dataset_in_errors(args):
-        source, held_out = load_texts(args)
+        if world.rank == 0:
+            texts = list(load_texts(args))
+        dist.broadcast_object_list(texts, group=world.patient_group)
+        source, held_out = texts
         config, tokenizer = load_config_and_tokenizer(args, world, source)
         sequences = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
     count = len(sequences["labels"])
@@ -768,10 +791,10 @@ def main(args, world):
 
     # Model
     replicas, shards = mesh_shape(args, world)
-    empty = empty_model(config)
-    more = 8 if args.sharding_strategy == "DILOCO" else 0  # shared weights and their momentum
-    size = common.check_that_it_fits(empty, shards, world, args.cpu_offload, more)
-    log.print(f"model    {args.model}, {size}")
+    meta_model = make_meta_model(config)
+    extra_bytes = 8 if args.sharding_strategy == "DILOCO" else 0  # shared weights, their momentum
+    state = common.describe_state(meta_model, shards, world, args.cpu_offload, extra_bytes)
+    log.print(f"model    {args.model}, {state}")
     log.print(
         f"fsdp     {args.sharding_strategy},"
         f" replicas x shards: {replicas} x {shards}, {args.precision}"
@@ -793,15 +816,20 @@ def main(args, world):
     position = None
     if checkpoint:
         first, position = resume(args, world, checkpoint, model, optimizer, outer_state, log)
-    else:
+    elif args.validate_every > 0:
         validate(args, world, model, sequences, log, step=0)
     batches = batches_on_device(args, world, source, tokenizer, position)
 
     # Train
-    share = mfu_per_token_per_second(args, world, empty)
-    stop = common.StopRequest()
-    local_steps = args.local_steps if outer else 1
-    log_group = outer.own_replica if outer else None  # a line shows the first replica
+    mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
+    local_steps = 1
+    log_group = None
+    when_to_stop = "after this step"
+    if outer:
+        local_steps = args.local_steps
+        log_group = outer.own_replica  # a line shows the first replica
+        when_to_stop = f"after the next step that is a multiple of {local_steps}"
+    stop = common.StopRequest(world, when_to_stop)
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
     totals = torch.zeros(2, device=world.device)  # since the last line: summed loss, its tokens
     last_logged = first
@@ -809,38 +837,28 @@ def main(args, world):
 
     steps = range(first + 1, args.max_steps + 1)
     for step in log.bar(steps, "train", len(steps)):
-        lr = learning_rate(args, step)
+        lr = learning_rate(args, step, args.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss_sum, grad_norm, position = train_step(args, world, model, optimizer, batches)
         totals[0] += loss_sum
         totals[1] += step_tokens / world.size
 
-        replicas_meet = is_due(args, step, local_steps)  # DiLoCo's wait for each other only here
-        if outer and replicas_meet:
+        # DiLoCo's replicas wait for each other only when they synchronize.
+        at_sync_step = is_due(args, step, local_steps)
+        if outer and at_sync_step:
             optimizer.zero_grad()  # makes room for the outer gradient
             outer.step()
-        stop_now = replicas_meet and stop.on_any_rank()
+        stop_now = at_sync_step and stop.on_any_rank()
         save_now = stop_now or is_due(args, step, args.checkpoint_every)
-        validate_now = replicas_meet and is_due(args, step, args.validate_every)
+        validate_now = at_sync_step and is_due(args, step, args.validate_every)
         log_now = save_now or validate_now or is_due(args, step, args.log_every)
 
         if log_now:
             all_loss, num_tokens = common.sum_over_ranks(totals, log_group)
-            loss = all_loss / num_tokens
             speed = step_tokens * (step - last_logged) / (time.perf_counter() - start)
-            norm = grad_norm.item()
-            memory = common.peak_memory(world.device)
-            line = (
-                f"step {step:6,} | loss {loss:.4f} | grad_norm {norm:.3f} | lr {lr:.2e}"
-                f" | {speed:9,.0f} tokens/s | {memory['peak_gb']:.2f} GB"
-            )
-            record = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "tokens/s": speed}
-            if share > 0:
-                record["mfu"] = speed * share
-                line += f" | mfu {speed * share:.1%}"
-            log.print(line)
-            log.write(**record, **memory)
+            mfu = {"mfu": speed * mfu_per_speed} if mfu_per_speed > 0 else {}
+            log.step(step, all_loss / num_tokens, grad_norm.item(), lr, speed, **mfu)
             totals.zero_()
             last_logged = step
 
@@ -857,7 +875,7 @@ def main(args, world):
                 args.output_dir, progress, model, optimizer, world, **outer_state
             )
         if stop_now and step < args.max_steps:
-            log.print(f"stopped  on request at step {step}, all saved; --resume goes on")
+            log.print_stopped(step)
             return
         if validate_now:
             validate(args, world, model, sequences, log, step)
@@ -865,7 +883,7 @@ def main(args, world):
             start = time.perf_counter()
 
     if args.save_model:
-        common.export(model, empty, tokenizer, args.output_dir / "model", world)
+        common.export(model, meta_model, tokenizer, args.output_dir / "model", world)
     log.print(f"metrics  {log.path}, run {log.run}")
     log.print(f"model    {args.output_dir / 'model' if args.save_model else 'not saved'}")
 

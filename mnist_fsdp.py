@@ -26,7 +26,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -48,8 +50,8 @@ import common
 
 # ---- FSDP --------------------------------------------------------------------------------------
 
-# Two translations of one plan: from the leaves up, a module becomes a unit when its parameters that
-# are in no unit yet reach the bound. What remains is the root unit.
+# Two translations of one plan: from the leaves up, a module becomes a unit when it has at least
+# --min-num-params parameters that are in no unit yet. What remains is the root unit.
 
 
 def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
@@ -58,7 +60,8 @@ def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
     modules = list(model.modules())[1:]  # without the root
     for module in reversed(modules):  # children before parents
         sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
-        # FSDP1's policy decides here too: it also knows that nobody calls a ModuleList's forward.
+        # FSDP1's policy decides here too. It skips containers such as ModuleList, whose forward
+        # nobody calls.
         if size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -82,7 +85,8 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
 
 
 def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[float, int]:
-    """The mean loss over the samples of all ranks, and their number. A collective."""
+    """The mean loss over the samples of all ranks, and their number. A collective: so is every
+    forward of a sharded model."""
     model.train()
     loader.sampler.set_epoch(epoch)  # without it every epoch has the order of the first
     loss_sum = torch.zeros((), device=world.device)
@@ -91,7 +95,7 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[f
         labels = labels.to(world.device, non_blocking=True)
 
         optimizer.zero_grad()
-        # The sum over this rank's batch, as in the document; FSDP averages gradients over ranks.
+        # As in the notebook: the sum over this rank's batch. FSDP averages it over ranks.
         loss = F.nll_loss(model(images), labels, reduction="sum")
         loss.backward()
         optimizer.step()
@@ -135,12 +139,23 @@ class Network(nn.Module):
         return F.log_softmax(x, dim=1)
 
 
+class Setting(NamedTuple):
+    """A network, and what it trains on where digits are drawn. Large ones are slow: they make
+    enough steps to be measured, too few to learn much."""
+
+    make: Callable[[], nn.Module]
+    images: int  # at most
+    epochs: int  # at most
+    malloc_threshold: int  # see return_freed_memory
+
+
 NETWORKS = {
     # As in a transformer: no unit is much of the whole.
-    "layers": functools.partial(Network, 1024, equal_layers=40),
+    "layers": Setting(functools.partial(Network, 1024, equal_layers=40), 1280, 1, 2**16),
     # The notebook's: no activation between its layers.
-    "deep": functools.partial(Network, 9000, 1000, 1000, 1000, 128),
-    "shallow": functools.partial(Network, 128),
+    "deep": Setting(functools.partial(Network, 9000, 1000, 1000, 1000, 128), 1280, 1, 2**16),
+    # Its activations are large beside its parameters.
+    "shallow": Setting(functools.partial(Network, 128), 60_000, 1000, 2**25),
 }
 
 
@@ -241,18 +256,26 @@ def parse_args():
     add("--model", default=list(NETWORKS), choices=NETWORKS, nargs="+", help="which networks")
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
-    add("--num-train-samples", default=6400, type=count, help="0: all; layers, deep: fewer drawn")
+    add(
+        "--num-train-samples",
+        default=6400,
+        type=count,
+        help="0: all; of drawn digits, layers and deep: 1280",
+    )
 
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", default=3, type=size, help="passes over the images; layers, deep: one")
+    add(
+        "--epochs",
+        default=3,
+        type=size,
+        help="passes over the images; over drawn digits, layers and deep: one",
+    )
     add("--batch-size", default=128, type=size, help="images per process and step")
     add("--test-batch-size", default=1000, type=size, help="the same in the test")
     add("--lr", default=0.001, type=number, help="learning rate of Adam")
 
     add = parser.add_argument_group("FSDP").add_argument
-    mode = "fsdp" if "RANK" in os.environ else "both"
-    modes = ("local", "fsdp", "both")
-    add("--mode", default=mode, choices=modes, help="both: local, then sharded; torchrun: fsdp")
+    add("--mode", choices=("local", "fsdp"), help="one half of the comparison; torchrun: fsdp")
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--min-num-params", default=20_000, type=size, help="parameters that make a unit")
     add("--print-model", action="store_true", help="print the network, with its units")
@@ -260,14 +283,12 @@ def parse_args():
     common.add_run_flags(parser.add_argument_group("processes and output"))
     parser.set_defaults(save_model=False)
     args = parser.parse_args()
+    if args.mode is None and "RANK" in os.environ:
+        args.mode = "fsdp"
     if args.mode == "local":
         args.num_processes = 1
-    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if "RANK" in os.environ and (args.mode == "both" or (args.mode == "local" and not is_alone)):
-        parser.error(
-            f"--mode {args.mode} trains in one process of its own; start it with python, not with"
-            " torchrun"
-        )
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            parser.error("--mode local trains in one process; start it with python, not torchrun")
     return args
 
 
@@ -275,19 +296,19 @@ def describe(row: dict) -> str:
     """The record of an epoch as a line."""
     return (
         f"{row['network']:7} | {row['mode']:5} x {row['processes']:<2}"
-        f" | state {row['state_gb']:.3f} GB | peak {row['peak_gb']:.2f} GB"
+        f" | state {row['state_gib']:.3f} GiB | peak {row['peak_gib']:.2f} GiB"
         f" | accuracy {row['accuracy']:.4f} | {row['samples/s']:6,.0f} samples/s"
     )
 
 
-def return_freed_memory(at_least: int):
-    """From so many bytes on, what is freed leaves the process, so that its peak counts what it
-    holds. This takes time."""
+def return_freed_memory(malloc_threshold: int):
+    """Only to measure, not to be copied, as it takes time: from so many bytes on, what is freed
+    leaves the process, so that its peak counts what it holds."""
     if sys.platform == "linux":
         M_MMAP_THRESHOLD = -3
         M_MMAP_MAX = -4  # common.py has set it to 0
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, at_least)
+        libc.mallopt(M_MMAP_THRESHOLD, malloc_threshold)
         libc.mallopt(M_MMAP_MAX, 65536)
 
 
@@ -299,23 +320,23 @@ def main(args, world):
     )
     for network in args.model:
         with torch.device("meta"):
-            empty = NETWORKS[network]()
-        log.print(f"{network:8} {common.check_that_it_fits(empty, world.size, world)}")
+            meta_model = NETWORKS[network].make()
+        log.print(f"{network:8} {common.describe_state(meta_model, world.size, world)}")
 
     for network in args.model:
-        is_large = network in ("layers", "deep")
-        is_short = is_large and args.dataset == "builtin"
+        setting = NETWORKS[network]
         images = train_set
-        if is_short:  # enough steps to measure it, too few to teach it much
-            count = max(1280, 4 * args.batch_size * world.size)
-            images = Subset(train_set, range(min(count, len(train_set))))
+        epochs = args.epochs
+        if args.dataset == "builtin":
+            num_images = max(setting.images, 4 * args.batch_size * world.size)
+            images = Subset(train_set, range(min(num_images, len(train_set))))
+            epochs = min(setting.epochs, args.epochs)
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
 
-        # The shallow network's activations are large beside its parameters.
-        return_freed_memory(2**16 if is_large else 2**25)
+        return_freed_memory(setting.malloc_threshold)
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same
-        model = NETWORKS[network]()
+        model = setting.make()
         if args.mode == "local":
             model.to(world.device)
         elif args.fsdp_version == 2:
@@ -327,20 +348,20 @@ def main(args, world):
         if args.print_model:
             log.print(str(model))
 
-        for epoch in range(1, 2 if is_short else args.epochs + 1):
-            common.peak_memory(world.device)
+        for epoch in range(1, epochs + 1):
+            common.reset_peak_memory(world.device)
             start = time.perf_counter()
             loss, num_samples = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
             seconds = time.perf_counter() - start
             memory = common.peak_memory(world.device)
             # Before evaluate, which leaves the root unit gathered.
-            state_gb = common.state_gb(model, optimizer)
+            state_gib = common.state_gib(model, optimizer)
             test_loss, accuracy = evaluate(world, model, test_loader)
             row = {
                 "network": network,
                 "mode": args.mode,
                 "processes": world.size,
-                "state_gb": state_gb,
+                "state_gib": state_gib,
                 **memory,
                 "epoch": epoch,
                 "loss": loss,
@@ -365,27 +386,48 @@ def main(args, world):
 def compare_both_halves(args):
     """Run each half in processes of its own, which have their own peak of memory and leave a GPU
     empty, and print the last epoch of each network side by side."""
-    command = sys.argv
-    sys.argv = [*command, "--mode", "local"]
-    common.start_processes(1)
-    sys.argv = [*command, "--mode", "fsdp"]
-    common.run(main, parse_args())
+    common.start_processes(1, "--mode", "local")
+    args.mode = "fsdp"
+    common.run(main, args)
 
     path = args.output_dir / "metrics.jsonl"
     last_rows = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
         last_rows[row["network"], row["mode"]] = row
-    print("\nThe last epoch of each, side by side:")
+
+    head = ("network", "processes", "state of each", "peak of each", "test accuracy", "speed")
+    print("\n{:7} | {:10} | {:15} | {:13} | {:15} | {}".format(*head))
     for network in args.model:
         for mode in ("local", "fsdp"):
             print(describe(last_rows[network, mode]))
+    print()
+    for network in args.model:
+        print(explain(last_rows[network, "local"], last_rows[network, "fsdp"]))
     print(f"\nmetrics  {path}")
+
+
+def explain(local: dict, sharded: dict) -> str:
+    """What FSDP changes in the memory of a process, or why it does not."""
+    network = local["network"]
+    if sharded["processes"] == 1:
+        return f"{network}: one process has nothing to share; try --num-processes 2"
+
+    ratio = sharded["peak_gib"] / local["peak_gib"]
+    text = (
+        f"{network}: each of {sharded['processes']} processes holds {sharded['state_gib']:.3f} of"
+        f" {local['state_gib']:.3f} GiB of state; its peak is {ratio:.2f} of one process's"
+    )
+    if local["state_gib"] < 0.1 * local["peak_gib"]:
+        text += ":\n    the state is small beside activations and Python's libraries"
+    elif ratio > 0.9:
+        text += ":\n    most of the state is in one unit, which is whole while it computes"
+    return text
 
 
 if __name__ == "__main__":
     args = parse_args()
-    if args.mode == "both":
+    if args.mode is None:
         compare_both_halves(args)
     else:
         common.run(main, args)

@@ -46,8 +46,8 @@ import common
 
 # ---- FSDP --------------------------------------------------------------------------------------
 
-# Two translations of one plan: from the leaves up, a module becomes a unit when its parameters that
-# are in no unit yet reach the bound. What remains is the root unit.
+# Two translations of one plan: from the leaves up, a module becomes a unit when it has at least
+# --min-num-params parameters that are in no unit yet. What remains is the root unit.
 
 
 def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
@@ -57,7 +57,8 @@ def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
     modules = list(model.modules())[1:]  # without the root
     for module in reversed(modules):  # children before parents
         sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
-        # FSDP1's policy decides here too: it also knows that nobody calls a ModuleList's forward.
+        # FSDP1's policy decides here too. It skips containers such as ModuleList, whose forward
+        # nobody calls.
         if size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -83,7 +84,8 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
 
 
 def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[float, int]:
-    """The mean loss over the samples of all ranks, and their number. A collective."""
+    """The mean loss over the samples of all ranks, and their number. A collective: so is every
+    forward of a sharded model."""
     model.train()
     loader.sampler.set_epoch(epoch)  # without it every epoch has the order of the first
     loss_sum = torch.zeros((), device=world.device)
@@ -92,7 +94,7 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[f
         labels = labels.to(world.device, non_blocking=True)
 
         optimizer.zero_grad()
-        # The sum over this rank's batch, as in the document; FSDP averages gradients over ranks.
+        # As in Intel's page: the sum over this rank's batch. FSDP averages it over ranks.
         loss = F.nll_loss(model(images), labels, reduction="sum")
         loss.backward()
         optimizer.step()
@@ -253,7 +255,7 @@ def main(args, world):
 
     torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
     model = Network()
-    log.print(f"model    {common.check_that_it_fits(model, world.size, world)}")
+    log.print(f"model    {common.describe_state(model, world.size, world)}")
     if args.fsdp_version == 2:
         model = shard_with_fsdp2(args, world, model)
     else:
@@ -270,18 +272,18 @@ def main(args, world):
         first_event.record()
 
     for epoch in range(1, args.epochs + 1):
-        common.peak_memory(world.device)
+        common.reset_peak_memory(world.device)
         start = time.perf_counter()
         loss, num_samples = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
         speed = num_samples / (time.perf_counter() - start)
         memory = common.peak_memory(world.device)
-        state_gb = common.state_gb(model, optimizer)
+        state_gib = common.state_gib(model, optimizer)
         test_loss, accuracy = evaluate(world, model, test_loader)
         log.print(
-            f"epoch {epoch:2} | state {state_gb:.3f} GB | peak {memory['peak_gb']:.2f} GB"
+            f"epoch {epoch:2} | state {state_gib:.3f} GiB | peak {memory['peak_gib']:.2f} GiB"
             f" | test_loss {test_loss:.4f} | accuracy {accuracy:.4f} | {speed:6,.0f} samples/s"
         )
-        record = {"epoch": epoch, "state_gb": state_gb, **memory, "loss": loss}
+        record = {"epoch": epoch, "state_gib": state_gib, **memory, "loss": loss}
         log.write(**record, test_loss=test_loss, accuracy=accuracy, **{"samples/s": speed})
         scheduler.step()
 

@@ -37,7 +37,6 @@ import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -99,12 +98,13 @@ PREFETCH = {
 
 
 def shard_with_fsdp2(args, world, config) -> nn.Module:
-    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
-    whole = None
+    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter. A
+    collective."""
+    full_model = None
     with common.first_on_node(world):  # the others wait, for a download if need be
         if world.rank == 0:
-            whole = load_model(args, config)  # on the CPU
-    model = empty_model(config)  # no device ever holds the whole model
+            full_model = load_model(args, world, config)  # on the CPU
+    model = make_meta_model(config)  # no device ever holds the whole model
     layers = prepare_layers(args, model)
 
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
@@ -125,19 +125,20 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
 
-    load_weights(args, world, model, whole)
+    common.load_weights(model, full_model, world, args.cpu_offload)
     register_fsdp_forward_method(model, "generate")  # it gathers the root as forward() does
     return model
 
 
 def shard_with_fsdp1(args, world, config) -> nn.Module:
-    """Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit."""
+    """Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit. A
+    collective."""
     if args.cpu_offload and (world.size == 1 or world.device.type == "cpu"):
         raise common.UserError(
             "FSDP1 offloads from GPUs only, and resumes wrongly on one; use --fsdp-version 2"
         )
     with common.first_on_node(world):
-        model = load_model(args, config)  # on every rank's CPU; FSDP moves it unit by unit
+        model = load_model(args, world, config)  # on every rank's CPU; FSDP moves it unit by unit
     mesh = init_device_mesh(world.device.type, (world.size,))
     layers = prepare_layers(args, model)
 
@@ -158,24 +159,6 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
         use_orig_params=True,  # parameters keep their names and shapes, also for --compile
         device_mesh=mesh,  # checkpoints hold DTensors, as in FSDP2
     )
-
-
-def load_weights(args, world, model: nn.Module, whole: nn.Module | None):
-    """Give a model on the meta device its memory, and what rank 0's `whole` one holds."""
-    model.to_empty(device="cpu" if args.cpu_offload else world.device)
-    weights = whole.state_dict() if whole else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
-
-    # to_empty has emptied the buffers, and a state dict does not hold them all (positions, for
-    # example), nor the settings of generate().
-    others = [None, None]
-    if world.rank == 0:
-        others = [list(whole.buffers()), whole.generation_config]
-    dist.broadcast_object_list(others)
-    buffers, model.generation_config = others
-    for empty, buffer in zip(model.buffers(), buffers, strict=True):
-        empty.data = buffer.to(world.device)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -200,7 +183,8 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
 
 
 def build(args, world, config):
-    """The sharded model and its optimizer, which must see the shards."""
+    """The sharded model, its optimizer, which must see the shards, and the scaler of fp16's losses.
+    A collective."""
     if args.fsdp_version == 2:
         model = shard_with_fsdp2(args, world, config)
     else:
@@ -218,7 +202,7 @@ def build(args, world, config):
 
 def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of the optimizer. `batch` is this rank's part of the global batch: one micro-batch,
-    or --accumulation-steps of them.
+    or --accumulation-steps of them. A collective.
 
     Returns this rank's [summed loss, target tokens, source and target tokens] and the gradient
     norm, both on the device: reading a number would wait for it.
@@ -268,10 +252,11 @@ def gradient_sync(args, world, model, is_last: bool):
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
-    """Cross-entropy, summed over the real target tokens of a batch, 0-d."""
+    """Cross-entropy, summed over the real target tokens of a batch, 0-d. A collective: so is every
+    forward of a sharded model."""
     labels = batch["labels"]
-    # Added to the scores of attention. Into a mask of two dimensions transformers would look, and
-    # the host would wait for the device, in every forward.
+    # Four dimensions, to be added to the scores of attention. transformers would read a mask of
+    # two dimensions on the host, which would wait for the device in every forward.
     is_text = batch["attention_mask"][:, None, None, :] > 0
     attention_mask = torch.where(is_text, 0.0, torch.finfo(torch.float32).min)
 
@@ -315,29 +300,33 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 NUM_SCORED = 100  # articles whose summaries are generated and scored
 
 
-def load_model(args, config) -> nn.Module:
+def load_model(args, world, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
     torch.manual_seed(args.seed)
     if args.model == "builtin":
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
     else:
         model = AutoModelForSeq2SeqLM.from_pretrained(
-            args.model, config=config, dtype=torch.float32
+            args.model,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=world.local_rank != 0,  # one process of a node asks the Hub
         )
     return model.train()  # a pretrained one comes in eval()
 
 
-def empty_model(config) -> nn.Module:
+def make_meta_model(config) -> nn.Module:
     """The model on the meta device: shapes, no memory."""
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+        # The outputs of T5's decoder are scaled because its output layer is its embedding.
+        # FLAN-T5, which does not scale them, has an output layer of its own.
         if not getattr(config, "scale_decoder_outputs", True):
-            # FLAN-T5 has an output layer of its own.
             model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     return model
 
 
-def load_config_and_tokenizer(args, articles) -> tuple:
+def load_config_and_tokenizer(args, world, articles) -> tuple:
     """Those of a pretrained model, or of one small enough to learn the built-in articles."""
     if args.model == "builtin":
         first = articles[:4000]
@@ -354,14 +343,21 @@ def load_config_and_tokenizer(args, articles) -> tuple:
         )
         return config, tokenizer
 
+    common.check_path("--model", args.model)
+    options = {"local_files_only": world.local_rank != 0}  # one process of a node asks the Hub
     try:
-        config = AutoConfig.from_pretrained(args.model)
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        config = AutoConfig.from_pretrained(args.model, **options)
+        tokenizer = AutoTokenizer.from_pretrained(args.model, **options)
     except (OSError, ValueError) as error:
         raise common.UserError(f"--model {args.model} cannot be read: {error}") from error
     if config.model_type != "t5":
         raise common.UserError(
             f"--model {args.model} is not a T5; docs/your-model-and-data.md says what to change"
+        )
+    if config.decoder_start_token_id is None:
+        raise common.UserError(
+            f"--model {args.model} has no decoder_start_token_id in its config.json; T5's is its"
+            " pad_token_id, 0"
         )
     return config, tokenizer
 
@@ -374,7 +370,7 @@ def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> d
     return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
 
 
-def load_data(args) -> tuple:
+def load_data(args, world) -> tuple:
     """Tokenized articles to train on and to validate on, with the model's config and tokenizer."""
     train_set, validation_set = common.load_articles(
         args.dataset, args.text_column, args.summary_column, args.max_summary_share
@@ -384,7 +380,7 @@ def load_data(args) -> tuple:
     if 0 < args.num_validation_samples < len(validation_set):
         validation_set = validation_set.take(args.num_validation_samples)
 
-    config, tokenizer = load_config_and_tokenizer(args, train_set)
+    config, tokenizer = load_config_and_tokenizer(args, world, train_set)
     options = {
         "tokenizer": tokenizer,
         "source_length": args.max_source_length,
@@ -395,20 +391,29 @@ def load_data(args) -> tuple:
     return config, tokenizer, train_set, validation_set
 
 
+def global_batch_size(args, world) -> int:
+    """The articles in a step of all ranks."""
+    return args.batch_size * args.accumulation_steps * world.size
+
+
 def split_epoch(args, world, lengths: torch.Tensor, epoch: int) -> list[list[int]]:
-    """This rank's samples, step by step. An incomplete last step is left out."""
-    global_batch = args.batch_size * args.accumulation_steps * world.size
+    """This rank's samples, step by step. Those that do not fill a last step are left out, others in
+    each epoch."""
+    global_batch = global_batch_size(args, world)
+    num_steps = len(lengths) // global_batch
     generator = torch.Generator().manual_seed(args.seed * 10_000 + epoch)
-    shuffled = torch.randperm(len(lengths), generator=generator)
+    shuffled = torch.randperm(len(lengths), generator=generator)[: num_steps * global_batch]
 
-    # Padding is wasted work: in every 50 steps, samples of similar length share a step.
-    chunks = []
-    for chunk in shuffled.split(50 * global_batch):
-        by_length = lengths[chunk].argsort(stable=True)
-        chunks.append(chunk[by_length])
-    steps = torch.cat(chunks).split(global_batch)
+    # Padding is wasted work, so samples of similar length share a step. They are sorted within
+    # parts of the epoch: sorted as a whole, each epoch would have the same steps.
+    steps_in_part = max(1, min(50, num_steps // 4))
+    steps = []
+    for part in shuffled.split(steps_in_part * global_batch):
+        by_length = lengths[part].argsort(stable=True)
+        steps += part[by_length].split(global_batch)
 
-    order = torch.randperm(len(lengths) // global_batch, generator=generator)
+    # Short and long ones in any order
+    order = torch.randperm(num_steps, generator=generator)
     return [steps[number][world.rank :: world.size].tolist() for number in order]
 
 
@@ -420,11 +425,10 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=2 if has_accelerator else 0,
-        worker_init_fn=common.ignore_sigterm,
         pin_memory=has_accelerator,
         generator=torch.Generator(),  # the global one is dropout's: resuming would not be exact
     )
-    for batch in loader:
+    for batch in common.start_workers(loader):
         yield {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
 
 
@@ -472,6 +476,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
         f" | rougeL {rougeL:.4f}"
     )
     for name, text in {"article": articles[0]["text"], **example}.items():
+        text = text or "(nothing yet)"
         log.print(textwrap.fill(f"{name:10} {text}", 79, subsequent_indent=" " * 11, max_lines=5))
     return val_loss
 
@@ -485,9 +490,9 @@ MUST_MATCH = (
 ).split()
 
 
-def learning_rate(args, step: int, epochs_done: float) -> float:
-    """Of a step, counted from 1; `epochs_done` is a fraction. --gamma lowers it every epoch."""
-    return args.lr * args.gamma ** int(epochs_done)
+def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
+    """Of step 1, 2, ... of `num_steps` in all epochs. --gamma lowers it after each epoch."""
+    return args.lr * args.gamma ** (epoch - 1)
 
 
 def parse_args():
@@ -545,6 +550,31 @@ def parse_args():
     return args
 
 
+def save(args, world, model, optimizer, scaler, **progress):
+    """Save a checkpoint, with the numbers that the next run goes on from. A collective."""
+    progress["global_batch"] = global_batch_size(args, world)
+    progress["scaler"] = scaler.state_dict()
+    progress["settings"] = vars(args)
+    common.save_checkpoint(args.output_dir, progress, model, optimizer, world)
+
+
+def resume(args, world, checkpoint, model, optimizer, scaler, log) -> dict:
+    """Load a checkpoint. Returns what `save` was given. A collective."""
+    progress = common.read_progress(checkpoint, args, MUST_MATCH)
+    common.load_checkpoint(checkpoint, model, optimizer, world)
+    if progress["scaler"]:  # it was fp16
+        scaler.load_state_dict(progress["scaler"])
+
+    log.print(f"resumed  from step {progress['step']}")
+    global_batch = global_batch_size(args, world)
+    if progress["samples_done"] > 0 and progress["global_batch"] != global_batch:
+        log.print(
+            f"         a step had {progress['global_batch']} articles, not {global_batch}: some of"
+            " this epoch's come again, others not at all"
+        )
+    return progress
+
+
 def main(args, world):
     log = common.Log(world, args.output_dir)
     checkpoint = common.find_checkpoint(args.output_dir, args.resume)
@@ -552,10 +582,10 @@ def main(args, world):
 
     # Data
     with common.first_on_node(world):
-        config, tokenizer, train_set, validation_set = load_data(args)
+        config, tokenizer, train_set, validation_set = load_data(args, world)
     lengths = torch.tensor([len(ids) for ids in train_set["input_ids"]])
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # labels with -100
-    global_batch = args.batch_size * args.accumulation_steps * world.size
+    global_batch = global_batch_size(args, world)
     if len(train_set) < global_batch:
         raise common.UserError(
             f"{len(train_set)} articles do not fill a step of {global_batch}; lower --batch-size"
@@ -565,9 +595,9 @@ def main(args, world):
     )
 
     # Model
-    empty = empty_model(config)
-    size = common.check_that_it_fits(empty, world.size, world, args.cpu_offload)
-    log.print(f"model    {args.model}, {size}")
+    meta_model = make_meta_model(config)
+    state = common.describe_state(meta_model, world.size, world, args.cpu_offload)
+    log.print(f"model    {args.model}, {state}")
     log.print(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
     model, optimizer, scaler = build(args, world, config)
     if args.print_model:
@@ -577,30 +607,21 @@ def main(args, world):
     torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
     progress = {"step": 0, "epoch": 1, "samples_done": 0, "best_loss": math.inf}
     if checkpoint:
-        progress = common.read_progress(checkpoint, args, MUST_MATCH)
-        common.load_checkpoint(checkpoint, model, optimizer, world)
-        if progress["scaler"]:  # it was fp16
-            scaler.load_state_dict(progress["scaler"])
-        log.print(f"resumed  from step {progress['step']}")
+        progress = resume(args, world, checkpoint, model, optimizer, scaler, log)
     step = progress["step"]
     samples_done = progress["samples_done"]  # of this epoch
     best_loss = progress["best_loss"]
+    steps_per_epoch = len(train_set) // global_batch
+    steps_left = (args.epochs + 1 - progress["epoch"]) * steps_per_epoch
+    steps_left -= samples_done // global_batch
+    num_steps = step + steps_left  # of all epochs
+    if steps_left <= 0 or 0 < args.max_steps <= step:
+        log.print("         no step is left; to train on, raise --epochs or --max-steps")
 
     # Train
-    stop = common.StopRequest()
+    trained = (model, optimizer, scaler)
     best_folder = args.output_dir / "best"
-
-    def save(epoch: int, samples_done: int):
-        progress = {
-            "step": step,
-            "epoch": epoch,
-            "samples_done": samples_done,
-            "best_loss": best_loss,
-            "scaler": scaler.state_dict(),
-            "settings": vars(args),
-        }
-        common.save_checkpoint(args.output_dir, progress, model, optimizer, world)
-
+    stop = common.StopRequest(world, "after this step")
     if step == 0 and args.run_validation:
         validate(args, world, model, validation_set, collate, log, step)
 
@@ -614,37 +635,31 @@ def main(args, world):
         start = time.perf_counter()
         loader = batches_on_device(train_set, batches, collate, world)
         for batch in log.bar(loader, f"epoch {epoch}", len(batches)):
-            lr = learning_rate(args, step + 1, epoch - 1 + samples_done / len(train_set))
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            step_totals, grad_norm = train_step(args, world, model, optimizer, scaler, batch)
-            totals += step_totals
             step += 1
             samples_done += global_batch
+            lr = learning_rate(args, step, num_steps, epoch)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            step_totals, grad_norm = train_step(args, world, *trained, batch)
+            totals += step_totals
 
             is_last = step == last_step
             stop_now = stop.on_any_rank()
-            save_now = args.checkpoint_every > 0 and step % args.checkpoint_every == 0
-            save_now = stop_now or (save_now and not is_last)  # after the last one see below
+            checkpoint_due = args.checkpoint_every > 0 and step % args.checkpoint_every == 0
+            save_now = stop_now or (checkpoint_due and not is_last)  # after the last one see below
             log_now = save_now or is_last or step % args.log_every == 0
 
             if log_now:
                 loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
                 loss = loss_sum / num_targets
                 speed = num_tokens / (time.perf_counter() - start)
-                norm = grad_norm.item()
-                memory = common.peak_memory(world.device)
-                log.print(
-                    f"step {step:6,} | loss {loss:.4f} | grad_norm {norm:.3f} | lr {lr:.2e}"
-                    f" | {speed:9,.0f} tokens/s | {memory['peak_gb']:.2f} GB"
-                )
-                record = {"epoch": epoch, "step": step, "loss": loss, "grad_norm": norm, "lr": lr}
-                log.write(**record, **{"tokens/s": speed}, **memory)
+                log.step(step, loss, grad_norm.item(), lr, speed, epoch=epoch)
                 totals.zero_()
             if save_now:
-                save(epoch, samples_done)
+                progress = {"step": step, "epoch": epoch, "samples_done": samples_done}
+                save(args, world, *trained, **progress, best_loss=best_loss)
             if stop_now:
-                log.print(f"stopped  on request at step {step}, all saved; --resume goes on")
+                log.print_stopped(step)
                 return
             if log_now:
                 start = time.perf_counter()
@@ -656,15 +671,17 @@ def main(args, world):
             is_best = val_loss < best_loss
             best_loss = min(val_loss, best_loss)
         if args.save_model and is_best:
-            common.export(model, empty, tokenizer, best_folder, world)
+            common.export(model, meta_model, tokenizer, best_folder, world)
             log.print(f"saved    the model to {best_folder}, in place of any before it")
-        if 0 < args.max_steps <= step:
-            if args.checkpoint_every > 0:
-                save(epoch, samples_done)
-            break
-        samples_done = 0
+        next_epoch = epoch
+        if samples_done // global_batch >= steps_per_epoch:  # else --max-steps has cut the epoch
+            next_epoch += 1
+            samples_done = 0
         if args.checkpoint_every > 0:
-            save(epoch + 1, samples_done)
+            progress = {"step": step, "epoch": next_epoch, "samples_done": samples_done}
+            save(args, world, *trained, **progress, best_loss=best_loss)
+        if 0 < args.max_steps <= step:
+            break
 
     log.print(f"metrics  {log.path}, run {log.run}")
     log.print(f"model    {best_folder if args.save_model else 'not saved'}")

@@ -97,8 +97,8 @@ def launch(script, settings, processes, environment, timeout, change=(), per_nod
     environments = [environment]
     if processes:
         per_node = per_node or processes
-        # Each setting has a port of its own, and the script takes the next one.
-        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(len(settings) + 1)}
+        # Each setting has a port of its own, and the script takes the next but one.
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(len(settings) + 2)}
         shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
         environments = []
         for rank in range(processes):

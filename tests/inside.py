@@ -5,13 +5,17 @@ its processes before its main runs: faults, and looks inside.
 """
 
 import contextlib
+import copy
+import datetime
 import functools
 import importlib.util
 import itertools
 import json
 import os
 import signal
+import socket
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -22,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import default_convert
+from torch.utils.data import dataloader, default_convert
 
 import numpy as np
-from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM
+from transformers import DataCollatorForSeq2Seq, GPT2Config
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -72,6 +76,24 @@ common.run(main, args)
 """
 
 
+# Prints how many sockets rank 1 has.
+SOCKETS = """
+import argparse, os
+import common
+
+def main(args, world):
+    for _ in range(3):
+        with common.first_on_node(world):
+            pass
+    common.dist.barrier()
+    links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")[:-1]]
+    if world.rank == 1:
+        print("sockets", len([link for link in links if "socket" in link]), flush=True)
+
+common.run(main, argparse.Namespace(device="cpu", num_processes=0))
+"""
+
+
 def world_of(rank=0, size=1):
     return common.World(rank, rank, size, size, torch.device("cpu"))
 
@@ -84,7 +106,7 @@ def parse(script, *flags):
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
-NETWORKS = mnist_fsdp.NETWORKS | {"xpu": mnist_fsdp_xpu.Network}
+NETWORKS = {name: setting.make for name, setting in mnist_fsdp.NETWORKS.items()} | {"xpu": mnist_fsdp_xpu.Network}
 draw_digits = mnist_fsdp.draw_digits
 
 
@@ -106,7 +128,7 @@ def mnist_units(network, version, min_num_params):
     args = parse("mnist_fsdp.py", "--min-num-params", min_num_params)
     shard = {1: mnist_fsdp.shard_with_fsdp1, 2: mnist_fsdp.shard_with_fsdp2}[version]
     with torch.device("meta"):  # spares millions of random numbers
-        model = Nested() if network == "nested" else mnist_fsdp.NETWORKS[network]()
+        model = Nested() if network == "nested" else NETWORKS[network]()
     world = common.setup(None)
     model = shard(args, world, model.to_empty(device="cpu"))
     kinds = (FSDPModule, FullyShardedDataParallel)
@@ -146,7 +168,7 @@ def t5_tokenized(articles, tokenizer, source_length, target_length):
 def t5_loader(rows, steps, tokenizer):
     """The dataset and the options that the DataLoader of a GPU's batches gets."""
     world = world_of()._replace(device=torch.device("cuda"))
-    with mock.patch.object(t5_fsdp, "DataLoader") as loader:
+    with mock.patch.object(t5_fsdp, "DataLoader") as loader, mock.patch.object(common, "start_workers", iter):
         list(t5_fsdp.batches_on_device(rows, steps, DataCollatorForSeq2Seq(tokenizer), world))
     return loader.call_args.args[0], loader.call_args.kwargs
 
@@ -164,7 +186,9 @@ LM_MODELS = tuple(lm_multinode.MODELS)
 def lm_num_parameters(name, vocabulary):
     """Those of one of the shapes of --model."""
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **lm_multinode.MODELS[name])).num_parameters()
+        config = copy.deepcopy(lm_multinode.MODELS[name])
+        config.vocab_size = vocabulary
+        return lm_multinode.make_meta_model(config).num_parameters()
 
 
 def lm_mesh_shape(args, size, per_node):
@@ -195,7 +219,8 @@ def lm_stream(args, tokenizer, rank=0, size=1, position=None, source=None, scrip
             yield default_convert(batch), position
 
     source = source or script.load_texts(args)[0]
-    with mock.patch.object(script, "DataLoader", in_this_process):
+    no_workers = mock.patch.object(script.common, "start_workers", iter)
+    with mock.patch.object(script, "DataLoader", in_this_process), no_workers:
         stream = lm_loader(args, tokenizer, rank, size, position, source, script)
         first = next(stream)
     for batch, position in itertools.chain([first], stream):
@@ -221,7 +246,7 @@ def lm_global_batches(args, tokenizer, size, script=lm_multinode):
 
 
 # What a user may edit in a copy, before and after.
-LM_WIDER = ('"intermediate_size": 352', '"intermediate_size": 35200')
+LM_WIDER = ("intermediate_size=352,", "intermediate_size=35200,")
 LM_READS_THE_LOSS = ("loss_sum += loss.detach()", "loss_sum += loss.item()")
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
@@ -250,7 +275,7 @@ def lm_trainer(args, world, config, batches):
 
 def t5_trainer(args, world):
     """The tokenizer, and a function that makes a step of the first epoch."""
-    config, tokenizer, articles, _ = t5_fsdp.load_data(args)
+    config, tokenizer, articles, _ = t5_fsdp.load_data(args, world)
     lengths = torch.tensor([len(ids) for ids in articles["input_ids"]])
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
     batches = t5_fsdp.batches_on_device(articles, t5_fsdp.split_epoch(args, world, lengths, 1), collate, world)
@@ -275,7 +300,7 @@ def start_changed(path, change, *arguments):
     script = load_module(path)
     globals()[change](script, *arguments)
     args = script.parse_args()
-    if getattr(args, "mode", "") == "both":
+    if getattr(args, "mode", "") is None:
         script.compare_both_halves(args)
     else:
         script.common.run(script.main, args)
@@ -315,6 +340,88 @@ def make_workers(loader_class, *arguments, **options):
     return loader_class(*arguments, **options | {"num_workers": 2})
 
 
+def in_own_session(script):
+    """All that this rank starts can then be found by its session, and gets the signals of its group, as under Slurm."""
+    os.setsid()
+    print("session", os.getpid(), flush=True)
+
+
+def stop_group(script, name, when, worker_start):
+    """This rank and its workers get a signal: while the workers start, or in the middle of the second step, which needs
+    more batches than they have ready. `worker_start`: how they start, "fork" on Linux."""
+    in_own_session(script)
+    script.common.WORKER_START = worker_start
+    summed_loss = script.summed_loss
+    losses = itertools.count(1)
+    make_iterator = dataloader._MultiProcessingDataLoaderIter.__init__
+
+    def stop():
+        os.killpg(0, signal.Signals[name])
+
+    def make_and_stop(self, loader):
+        make_iterator(self, loader)
+        stop()
+
+    def lose_and_stop(model, batch):
+        micro_batches = script_args.global_batch_size // (2 * script_args.micro_batch_size)
+        if torch.is_grad_enabled() and next(losses) == micro_batches + 3:
+            stop()
+        return summed_loss(model, batch)
+
+    script_args = script.parse_args()
+    if when == "at the start":
+        dataloader._MultiProcessingDataLoaderIter.__init__ = make_and_stop
+    else:
+        script.summed_loss = lose_and_stop
+
+
+def kill_alone(script, step):
+    """Rank 1 is killed in a step; what it has started is not."""
+    in_own_session(script)
+    signal_in_step(script, 1, step)
+
+
+def slow_disk_in_export(script):
+    """Rank 0 writes the model for longer than a collective may take."""
+    export = script.common.export
+
+    def export_slowly(model, meta_model, tokenizer, folder, world):
+        def save_slowly(path):
+            time.sleep(6)
+            type(tokenizer).save_pretrained(tokenizer, path)
+
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
+        slow = mock.Mock()
+        slow.save_pretrained.side_effect = save_slowly
+        export(model, meta_model, slow, folder, world)
+        dist.distributed_c10d._set_pg_timeout(script.common.TIMEOUT)
+
+    script.common.export = export_slowly
+
+
+def take_next_port(script):
+    """Another program has the port after torchrun's."""
+    if os.environ["RANK"] == "0":
+        script.taken = socket.create_server(("", int(os.environ["MASTER_PORT"]) + 1))
+
+
+def record_readers(script):
+    """Write who lists and reads the files of the dataset, which may be on the Hub."""
+    load_texts = script.load_texts
+
+    def load_and_record(args):
+        with open(args.output_dir / "readers", "a") as file:
+            file.write(os.environ["RANK"])
+        return load_texts(args)
+
+    script.load_texts = load_and_record
+
+
+def add_gpt2_row(script):
+    """A model that `layers_of` does not fit."""
+    script.MODELS["tiny"] = GPT2Config(n_layer=1, n_embd=8, n_head=2)
+
+
 def kill_in_save(script, rank, number):
     """A rank dies in its save of that number, when its own shards are written and `.metadata` is not."""
     saves = itertools.count(1)
@@ -341,11 +448,11 @@ def full_disk_in_export(script, number):
     exports = itertools.count(1)
     export = script.common.export
 
-    def export_and_fail(model, empty, tokenizer, folder, world):
+    def export_and_fail(model, meta_model, tokenizer, folder, world):
         if next(exports) == number:
             tokenizer = mock.Mock()
             tokenizer.save_pretrained.side_effect = OSError("No space left on device")
-        export(model, empty, tokenizer, folder, world)
+        export(model, meta_model, tokenizer, folder, world)
 
     script.common.export = export_and_fail
 
@@ -426,7 +533,7 @@ def add_buffers(script):
         return make_with_buffers
 
     script.load_model = with_buffers(script.load_model)
-    script.empty_model = with_buffers(script.empty_model)
+    script.make_meta_model = with_buffers(script.make_meta_model)
 
 
 def record_fsdp(script):
@@ -479,7 +586,7 @@ def record_collectives(script):
     train_step = script.train_step
     summed_loss = script.summed_loss
     main = script.main
-    found = {"over_all": {}, "second_step": [], "saved_bytes": 0, "state_gb": 0}
+    found = {"over_all": {}, "second_step": [], "saved_bytes": 0, "state_gib": 0}
     step = 0
     in_step = False
 
@@ -516,7 +623,7 @@ def record_collectives(script):
         in_step = True
         result = train_step(args, world, model, optimizer, *rest)
         in_step = False
-        found["state_gb"] = script.common.state_gb(model, optimizer)
+        found["state_gib"] = script.common.state_gib(model, optimizer)
         return result
 
     def recorded_main(args, world):

@@ -108,7 +108,7 @@ def test_every_strategy_of_the_lm_has_the_losses_of_the_cpu(lm_runs):
     root, processes = lm_runs
     check_like_the_cpu(root, lm_settings(processes), "loss", "grad_norm", "val_loss")
     # Offloaded shards, and the optimizer's two numbers for each, are in the CPU's memory, not in the device's.
-    saved = curve(root / "saving", "peak_gb")[-1] - curve(root / "offload", "peak_gb")[-1]
+    saved = curve(root / "saving", "peak_gib")[-1] - curve(root / "offload", "peak_gib")[-1]
     assert saved > 0.7 * 12 * lm_num_parameters("tiny", 2048) / processes / 2**30
 
 
@@ -144,7 +144,7 @@ def test_strategies_are_compared_on_the_device(processes, tmp_path):
     assert len(rows) == 6
     for row in rows:
         assert row["tokens/s"] > 0
-        assert row["peak_gb"] >= row["state_gb"] * 0.99  # of the device's memory alone
+        assert row["peak_gib"] >= row["state_gib"] * 0.99  # of the device's memory alone
 
 
 # ---- T5 --------------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_each_block_and_the_root_is_a_unit_of_which_a_process_holds_its_share(ob
         for rank in (0, 1):
             seen = torch.load(folder / f"model-{rank}.pt")
             assert seen["units"] == 5
-            assert read_collectives(folder, rank)["state_gb"] == pytest.approx(share, rel=0.02)
+            assert read_collectives(folder, rank)["state_gib"] == pytest.approx(share, rel=0.02)
             assert seen["loads"] == (1 if version == 1 or rank == 0 else 0)  # FSDP2: rank 1 has shapes, then shards
             assert len(seen["buffers"]) == 2
             for buffer in seen["buffers"]:  # which no state dict holds

@@ -60,8 +60,8 @@ def test_both_halves_of_mnist_learn_and_stand_side_by_side(tmp_path):
     assert (sharded["mode"], sharded["processes"]) == ("fsdp", 2)
     lines = rows_of(finished.stdout)
     assert len(lines) == 4 and lines[2:] == lines[:2]
-    assert local["state_gb"] == pytest.approx(16 * 1_199_882 / 2**30, rel=0.01)
-    assert sharded["state_gb"] == pytest.approx(local["state_gb"] / 2, rel=0.02)
+    assert local["state_gib"] == pytest.approx(16 * 1_199_882 / 2**30, rel=0.01)
+    assert sharded["state_gib"] == pytest.approx(local["state_gib"] / 2, rel=0.02)
 
     _, test_set = inside.mnist_digits("--num-train-samples", 1)
     for row in (local, sharded):
@@ -78,7 +78,7 @@ def test_the_xpu_script_learns_on_a_cpu(small_mnist, tmp_path):
     assert "FSDPConv2d(1, 32" in finished.stdout  # a unit for every 100 parameters
     rows = records(tmp_path, "loss")
     assert [row["epoch"] for row in rows] == [1, 2, 3] and rows[2]["loss"] < rows[0]["loss"]
-    assert rows[2]["state_gb"] == pytest.approx(16 * 1_199_882 / 2 / 2**30, rel=0.02)
+    assert rows[2]["state_gib"] == pytest.approx(16 * 1_199_882 / 2 / 2**30, rel=0.02)
     [path] = tmp_path.rglob("*.safetensors")
     _, test_set = inside.mnist_digits(*images)
     assert score("xpu", path, test_set) == pytest.approx((rows[2]["test_loss"], rows[2]["accuracy"]), **CLOSE)
@@ -99,11 +99,11 @@ def test_with_equal_layers_the_peak_of_a_process_falls_with_its_state(tmp_path):
     local, sharded = records(tmp_path, "loss")
     for row in (local, sharded):
         state = 16 * sizes["layers"] / row["processes"] / 2**30
-        assert row["state_gb"] == pytest.approx(state, rel=0.02)
+        assert row["state_gib"] == pytest.approx(state, rel=0.02)
     assert f"{sizes['layers']:,}" in finished.stdout
     assert finished.stdout.count("(fc1): FullyShardedDataParallel(") == 1
-    if not math.isnan(local["peak_gb"]):  # which not every system tells
-        assert local["peak_gb"] - sharded["peak_gb"] > (local["state_gb"] - sharded["state_gb"]) / 4
+    if not math.isnan(local["peak_gib"]):  # which not every system tells
+        assert local["peak_gib"] - sharded["peak_gib"] > (local["state_gib"] - sharded["state_gib"]) / 4
 
 
 @pytest.mark.long
@@ -209,7 +209,7 @@ def test_the_lm_learns_and_exports_what_it_trained(tmp_path):
     first, last = records(tmp_path, "val_loss")
     assert last["perplexity"] < first["perplexity"] / 2
     assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]))
-    steps = records(tmp_path, "loss", "grad_norm", "lr", "tokens/s", "peak_gb")
+    steps = records(tmp_path, "loss", "grad_norm", "lr", "tokens/s", "peak_gib")
     assert [step["step"] for step in steps] == [10, 20, 30]
     assert "mfu" not in steps[0]  # which has no meaning on a CPU of unknown speed
     model = tmp_path / "model"
@@ -267,7 +267,7 @@ def test_strategies_are_compared(tmp_path, tiny_llama):
         own = {"NO_SHARD": 1, "FULL_SHARD": processes, "SHARD_GRAD_OP": processes}.get(name, shards)
         bytes_each = 24 if name == "DILOCO" else 16
         assert (row["replicas"], row["shards"]) == (processes // own, own)
-        assert row["state_gb"] * 2**30 == pytest.approx(bytes_each * model.num_parameters() / own, rel=0.02)
+        assert row["state_gib"] * 2**30 == pytest.approx(bytes_each * model.num_parameters() / own, rel=0.02)
         assert row["tokens/s"] == pytest.approx(16 * 32 / row["step_seconds"])
         assert row["mfu"] == pytest.approx(row["tokens/s"] * flops / (processes * 0.5e12))
         assert re.search(rf"^{name} .*{row['tokens/s']:,.0f}.*{row['mfu']:.1%}", finished.stdout, re.MULTILINE)

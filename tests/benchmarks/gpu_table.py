@@ -128,7 +128,7 @@ def rows(part: str, folder: Path, options, deadline: float):
             row["mfu"] = found["tokens/s"] * flops / (options.peak_tflops * 1e12)
         predicted = predictor.communicate()[0] if predictor else ""
         row["predicted GB"] = ([*re.findall(r"^peak ([\d.]+) GB", predicted, re.M), "-"])[0]
-        yield row | {"peak GB": found.get("peak_gb", "-"), "note": found.get("note", "")}
+        yield row | {"peak GB": found.get("peak_gib", "-"), "note": found.get("note", "")}
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def row(folder: Path, batches: int, world) -> dict:
         args = args_of(folder, model)
         config, tokenizer = lm_config(args, world)
         config.vocab_size = 32_000
-        empty = MODULES["lm_multinode.py"].empty_model(config)
+        empty = MODULES["lm_multinode.py"].make_meta_model(config)
         needs[f"{model} needs"] = 0.5 / lm_mfu_per_token_per_second(args, world, empty)
 
     source, _ = lm_texts(args)

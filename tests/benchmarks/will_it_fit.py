@@ -182,7 +182,7 @@ class Run:
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.size)
         # Without fake tensors: a mesh has real numbers, and peft could not move an adapter to the meta device.
-        for name in ("init_device_mesh", "empty_model"):
+        for name in ("init_device_mesh", "make_meta_model"):
             setattr(self.script, name, unset_fake_temporarily()(getattr(self.script, name)))
         self.script.load_model = lambda args, config: None
         self.script.load_weights = lambda args, world, model, whole: model.to_empty(device="cpu")
@@ -193,7 +193,7 @@ class Run:
 
     def make_model(self) -> None:
         """With its optimizer, and with DiLoCo's."""
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # empty_model makes others
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # make_meta_model makes others
         self.outer = None
         self.outer_state = []
         with self.fake:
