@@ -1,4 +1,5 @@
-"""What each of the four documents names is in its section; links inside the documentation lead somewhere."""
+"""What each of the four documents names is in its section; links inside the documentation lead somewhere; tables
+render."""
 
 import re
 import shlex
@@ -96,3 +97,23 @@ def test_links_inside_the_repository_lead_somewhere():
             if not target.exists() or (anchor and anchor not in anchors(target)):
                 broken.append(f"{page.name}: {file}#{anchor}")
     assert not broken
+
+
+def cells_of(row):
+    """The cells of a line of a table. A bar begins a new one, in code too, but not behind a backslash."""
+    return re.split(r"(?<!\\)\|", row.strip())[1:-1]
+
+
+def test_every_table_renders():
+    """GitHub shows a table only where its ruler has as many cells as its head; it cuts off or fills up other rows."""
+    wrong = []
+    count = 0
+    for page in [*PAGES, ROOT / "tests" / "README.md"]:
+        for table in re.findall(r"^\|.+\|$(?:\n\|.*$)+", prose(page), re.MULTILINE):
+            head, ruler, *rows = table.splitlines()
+            count += 1
+            is_ruler = all(re.fullmatch(r" *:?-+:? *", cell) for cell in cells_of(ruler))
+            same = all(len(cells_of(row)) == len(cells_of(head)) for row in (ruler, *rows))
+            if not (is_ruler and same and rows):
+                wrong.append(f"{page.name}: {head}")
+    assert count > 20 and not wrong

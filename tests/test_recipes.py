@@ -3,11 +3,15 @@
 import functools
 import itertools
 import json
+import math
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -353,6 +357,23 @@ def test_only_answers_are_learned(chat, tmp_path):
 
 
 @pytest.mark.long
+def test_the_first_try_of_a_chat_model_needs_no_hub(tiny_llama, tmp_path):
+    """Lines of the page and its command, with the diff, a tiny model without a template, and nothing else."""
+    folder = patched(tmp_path / "copy", "lm-chat")
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    paths = {"output/lm_multinode/model": tmp_path / "model", "chats.jsonl": tmp_path / "chats.jsonl"}
+    (folder / "first_chat.py").write_text(snippet("LM script: fine-tune a chat model", **paths))
+    succeed(folder / "first_chat.py")
+
+    section = re.search(r"^## LM script: fine-tune a chat model\n(.+?)^## ", PAGE.read_text(), re.M | re.S)[1]
+    command = re.search(r"^python first_chat.py\npython lm_multinode.py (.+)", section, re.M)[1]
+    flags = [str(paths.get(flag, flag)) for flag in shlex.split(command)]
+    assert {str(path) for path in paths.values()} <= set(flags)
+    run_many(folder / "lm_multinode.py", [[*flags, "--max-steps", 2, "--log-every", 1, "--output-dir", tmp_path]], 2)
+    assert len(curve(tmp_path)) == 2
+
+
+@pytest.mark.long
 def test_a_chat_model_trains_with_lora(chat, tmp_path):
     script = patched(tmp_path / "copy", "lm-chat", "lm-lora") / "lm_multinode.py"
     whole = tmp_path / "model" / "model.safetensors"  # of an earlier run into this folder
@@ -392,6 +413,50 @@ def test_the_metric_and_the_schedule_are_what_they_say(tmp_path):
         equal.append(tokenizer.decode(written, skip_special_tokens=True).strip() == article["summary"])
     assert best["exact"] == pytest.approx(sum(equal) / len(equal))
     assert any(equal)
+
+
+@pytest.mark.long
+def test_the_cosine_is_one(tmp_path):
+    """A warm-up, then half a wave to the end of the last epoch."""
+    folder = patched(tmp_path / "copy", "t5-cosine")
+    flags = ("--max-steps", 0, "--epochs", 2, "--lr", 0.01, "--warmup-steps", 6, "--output-dir", tmp_path)
+    csv = write_csv(tmp_path / "articles.csv", [builtin_article(number) for number in range(100)])
+    flags = (*T5, "--model", make_model(tmp_path / "model"), "--dataset", csv, *flags, "--no-run-validation")
+    run_many(folder / "t5_fsdp.py", [flags], 2)
+
+    num_steps = 2 * (len(t5_articles(csv)[0]) // 8)
+    rates = [0.01 * step / 6 for step in range(1, 6)]
+    rates += [0.005 * (1 + math.cos(math.pi * (step - 6) / (num_steps - 5))) for step in range(6, num_steps + 1)]
+    assert curve(tmp_path, "lr") == pytest.approx(rates)
+
+
+# ---- What the page does with a run -----------------------------------------------------------------------------------
+@pytest.mark.long
+def test_a_trained_t5_summarizes(tiny_model, articles_csv, tmp_path, capsys):
+    flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--output-dir", tmp_path)
+    run_many("t5_fsdp.py", [flags], 2)
+    names = {}
+    title = "T5 script: summarize with the trained model"
+    exec(snippet(title, **{"output/t5_fsdp/best": tmp_path / "best"}), names)
+    assert "summarize: There is no need" in names["tokenizer"].decode(names["source"]["input_ids"][0])
+    assert names["summary"].shape[1] > 1 and capsys.readouterr().out.endswith("\n")
+
+
+@pytest.mark.long
+def test_a_trained_lm_writes_and_its_losses_are_drawn(tiny_llama, tmp_path, capsys):
+    """Matplotlib is none of the tests' packages: a stand-in gets the values."""
+    run_many("lm_multinode.py", [[*LM, "--model", tiny_llama, "--output-dir", tmp_path]], 2)
+    exec(snippet("LM script: write with the trained model", **{"output/lm_multinode/model": tmp_path / "model"}), {})
+    assert "class" in capsys.readouterr().out
+
+    pyplot = mock.MagicMock()
+    matplotlib = types.SimpleNamespace(pyplot=pyplot)
+    with mock.patch.dict(sys.modules, {"matplotlib": matplotlib, "matplotlib.pyplot": pyplot}):
+        paths = {"output/lm_multinode/metrics.jsonl": tmp_path / "metrics.jsonl"}
+        exec(snippet("metrics.jsonl, and a plot", **paths), {})
+    drawn = {call.kwargs["label"]: [*call.args[1]] for call in pyplot.plot.call_args_list}
+    assert drawn == {name: pytest.approx(curve(tmp_path, name)) for name in ("loss", "val_loss")}
+    pyplot.savefig.assert_called_once_with("loss.png")
 
 
 @pytest.mark.long
