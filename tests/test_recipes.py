@@ -398,9 +398,8 @@ def test_the_metric_and_the_schedule_are_what_they_say(tmp_path):
     run_many(script, [flags], 2)
 
     to_train, to_validate = t5_articles(csv)
-    steps = len(t5_steps([1] * len(to_train), 8))
-    done = [(step // steps + step % steps * 8 / len(to_train)) / 2 for step in range(2 * steps)]
-    rates = [0.01 * min(step / 6, 1 - part) for step, part in enumerate(done, 1)]
+    steps = 2 * len(t5_steps([1] * len(to_train), 8))
+    rates = [0.01 * min(step / 6, (steps + 1 - step) / steps) for step in range(1, steps + 1)]
     assert curve(tmp_path, "lr") == pytest.approx(rates)
 
     best = min(records(tmp_path, "val_loss")[1:], key=lambda row: row["val_loss"])

@@ -115,7 +115,7 @@ def test_the_time_of_a_step_is_that_of_an_h100(flags, measured):
     with will_it_fit.traced("lm_multinode.py", flags, options) as run:
         kernels = run.cost()["kernels"]
         per_token = run.script.mfu_per_token_per_second(
-            Namespace(peak_tflops=1, seq_length=1024), run.world, run.script.empty_model(run.config)
+            Namespace(peak_tflops=1, seq_length=1024), run.world, run.script.make_meta_model(run.config)
         )
     assert kernels.seconds == pytest.approx(measured, rel=0.05)
     assert not kernels.host_may_be_the_limit

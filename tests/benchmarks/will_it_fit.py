@@ -32,6 +32,7 @@ most their sum, if nothing does. Links are as fast as their data sheets say.
 
 import argparse
 import contextlib
+import copy
 import importlib.util
 import io
 import itertools
@@ -92,7 +93,7 @@ def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedCo
     if args.model == "builtin":  # T5's, with as many words as its tokenizer learns
         with contextlib.redirect_stdout(io.StringIO()):
             articles, _ = script.common.load_articles(args.model, "text", "headline", args.max_summary_share)
-        return script.load_config_and_tokenizer(args, articles)[0]
+        return script.load_config_and_tokenizer(args, world, articles)[0]
 
     name = args.model.removeprefix("google-t5/")
     if name in T5:
@@ -100,15 +101,21 @@ def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedCo
         shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
         return transformers.T5Config(**shape, decoder_start_token_id=0)
 
-    llamas = getattr(script, "MODELS", {})
-    if name in llamas:
-        shape = llamas[name] | {"vocab_size": vocabulary, "max_position_embeddings": args.seq_length}
-        return transformers.LlamaConfig(**shape, attn_implementation=script.ATTENTION)
     attention = getattr(script, "ATTENTION", None)  # T5 has none of its own
+    from_the_start = getattr(script, "MODELS", {})
+    if name in from_the_start:
+        config = copy.deepcopy(from_the_start[name])
+        config.vocab_size = vocabulary
+        config.max_position_embeddings = args.seq_length
+        config._attn_implementation = attention
+        return config
     try:
-        return transformers.AutoConfig.from_pretrained(args.model, attn_implementation=attention)
+        config = transformers.AutoConfig.from_pretrained(args.model, attn_implementation=attention)
     except (OSError, ValueError) as error:
         fail(f"--model {args.model} cannot be read: {' '.join(str(error).split())}")
+    if config.is_encoder_decoder and config.decoder_start_token_id is None:
+        fail(f"--model {args.model} has no decoder_start_token_id in its config.json; T5's is its pad_token_id, 0")
+    return config
 
 
 def gpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
@@ -184,8 +191,8 @@ class Run:
         # Without fake tensors: a mesh has real numbers, and peft could not move an adapter to the meta device.
         for name in ("init_device_mesh", "make_meta_model"):
             setattr(self.script, name, unset_fake_temporarily()(getattr(self.script, name)))
-        self.script.load_model = lambda args, config: None
-        self.script.load_weights = lambda args, world, model, whole: model.to_empty(device="cpu")
+        self.script.load_model = lambda *_: None
+        self.script.common.load_weights = lambda model, *_: model.to_empty(device="cpu")
         with mock.patch.object(self.script.common, "first_on_node", contextlib.nullcontext):
             self.config = config_of(self.script, self.args, self.world, options.vocabulary)
             self.make_model()
