@@ -97,7 +97,7 @@ def add_run_flags(group):
     add("--device", default="auto", help="auto: GPUs, if any; cpu; or by name: cuda, xpu")
     add("--seed", default=1, type=non_negative_int, help="of weights, data order and dropout")
     add("--output-dir", default=folder, type=Path, help="one for each run")
-    add("--save-model", default=True, action=optional, help="in Hugging Face format")
+    add("--save-model", default=True, action=optional, help="write the trained model")
 
 
 def add_checkpoint_flags(group):
@@ -270,7 +270,7 @@ def setup(accelerator: torch.device | None) -> World:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         # Before the process group, or all processes open a context on device 0.
         torch.accelerator.set_device_index(device.index)
-        # TF32: fp32 products several times faster, with 10 bits of mantissa.
+        # TF32 on NVIDIA GPUs from Ampere on: faster fp32 products, with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high")
 
     store = dist.HashStore()  # of a group of one

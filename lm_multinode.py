@@ -9,17 +9,21 @@ learns Python's own reference.
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \\
         --rdzv_endpoint HEAD:29500 --max-restarts 3 lm_multinode.py \\
         --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \\
-        --sharding-strategy HYBRID_SHARD --micro-batch-size 8 --global-batch-size 128 \\
+        --sharding-strategy _HYBRID_SHARD_ZERO2 --micro-batch-size 8 --global-batch-size 128 \\
         --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \\
-        --validate-every 1000 --checkpoint-every 500 --resume   # the recipe; on every node
+        --validate-every 1000 --checkpoint-every 500 --resume \\
+        --output-dir /SHARED/run1           # on every node; a folder that all nodes see
 
 Follows "Run Torch FSDP"
-(https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example), with the model,
-learning rate, warm-up and steps of OpenDiLoCo (arXiv:2407.07852), whose batch is 512 and whose
-cosine ends at 0. Where it departs: texts are packed into full sequences (its code pads each to
-1,024 tokens), the global batch counts the processes, gradients are sent after the last micro-batch
-(its test is inverted), every decoder layer is a unit (not the whole model), the learning rate has
-a schedule, and its strategies, names of FSDP1, are FSDP2's meshes (t5_fsdp.py has both versions).
+(https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example). The last command
+has its batch of 128, with the learning rate, warm-up and steps of OpenDiLoCo (arXiv:2407.07852),
+whose batch is 512 and whose cosine ends at 0: nobody has run them together. With that tokenizer
+the `150m` has 215 million parameters.
+
+Where it departs: texts are packed into full sequences (its code pads each to 1,024 tokens), the
+global batch counts the processes, gradients are sent after the last micro-batch (its test is
+inverted), every decoder layer is a unit (not the whole model), the learning rate has a schedule,
+and its strategies, names of FSDP1, are FSDP2's meshes (t5_fsdp.py has both versions).
 """
 
 import contextlib
@@ -717,8 +721,8 @@ def parse_args():
     add = parser.add_argument_group("training").add_argument
     add("--max-steps", default=500, type=size, help="steps of the optimizer")
     add("--micro-batch-size", default=4, type=size, help="sequences in a process at once")
-    add("--global-batch-size", default=0, type=count, help="of all processes; 0: 16 or a few more")
-    add("--lr", default=5e-3, type=number, help="the highest; a cosine takes it down to a tenth")
+    add("--global-batch-size", default=0, type=count, help="of all processes; 0: 16, rounded up")
+    add("--lr", default=0.0, type=number, help="the highest; 0: 5e-3 for tiny, 4e-4 for others")
     add("--warmup-steps", default=20, type=count, help="steps to the highest learning rate")
     add("--weight-decay", default=0.1, type=number, help="of all weights")
 
@@ -729,7 +733,12 @@ def parse_args():
     add("--local-steps", default=50, type=size, help="of DILOCO, between synchronizations")
     add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1, with momentum 0, averages")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO, Nesterov's")
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on GPUs")
+    add(
+        "--precision",
+        default="auto",
+        choices=("auto", *PRECISIONS),
+        help="auto: bf16 on most GPUs",
+    )
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
     add("--compile", **switch, help="torch.compile each layer, and the loss: a slow start")
@@ -776,6 +785,7 @@ def main(args, world):
     log = common.Log(world, args.output_dir)
     checkpoint = common.find_checkpoint(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
+    args.lr = args.lr or (5e-3 if args.model == "tiny" else 4e-4)
     smallest_batch = args.micro_batch_size * world.size
     if args.global_batch_size == 0:
         args.global_batch_size = math.ceil(16 / smallest_batch) * smallest_batch

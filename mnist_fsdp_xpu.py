@@ -4,21 +4,22 @@ The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. 
 begin with "XPU:" are the answer.
 
     python mnist_fsdp_xpu.py                # one process for each Intel GPU
-    python mnist_fsdp_xpu.py --device cpu   # a rehearsal without one: the same but for the device
+    python mnist_fsdp_xpu.py --device cpu   # a rehearsal without one: all but the GPU's timer
     torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --num-train-samples 0 \\
         --epochs 10                         # the document's
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 1 --rdzv_backend c10d \\
         --rdzv_endpoint HEAD:29500 mnist_fsdp_xpu.py
 
-XPU: install PyTorch's build for them first,
+XPU: in a fresh environment install PyTorch's build for them first, then requirements.txt,
     pip install torch torchvision --index-url https://download.pytorch.org/whl/xpu
+    pip install -r requirements.txt
 
 Follows
 https://intel.github.io/intel-extension-for-pytorch/xpu/2.1.10+xpu/tutorials/features/FSDP.html.
 That extension (`ipex`), its collectives (`oneccl_bindings_for_pytorch`) and their backend `ccl` end
 at PyTorch 2.8; its own `xpu` and `xccl` have taken their place. Where it departs: the wrap policy
-is passed (the document forgets it), every process is seeded, one downloads, and torchrun takes the
-place of `mp.spawn`. It has not run on an Intel GPU, only as rehearsal.
+is passed (the document forgets it), every process is seeded, one downloads, torchrun takes the
+place of `mp.spawn`, and FSDP2 is the default. It has not run on an Intel GPU, only as rehearsal.
 """
 
 import functools

@@ -11,7 +11,7 @@ articles in two to three minutes on two cores.
     torchrun --nproc_per_node 8 t5_fsdp.py ... \\
         --checkpoint-every 500 --resume     # run again after any stop
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \\
-        --rdzv_endpoint HEAD:29500 t5_fsdp.py ...       # slow without InfiniBand
+        --rdzv_endpoint HEAD:29500 t5_fsdp.py ...       # sends all parameters between nodes
 
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
 https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html. Where it departs:
@@ -535,7 +535,12 @@ def parse_args():
     switch = {"action": "store_true"}
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="ZeRO-3, or ZeRO-2")
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on GPUs")
+    add(
+        "--precision",
+        default="auto",
+        choices=("auto", *PRECISIONS),
+        help="auto: bf16 on most GPUs",
+    )
     add("--backward-prefetch", default="pre", choices=PREFETCH, help="none: less memory")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each T5Block: less memory, slower")

@@ -169,7 +169,7 @@ def test_t5_in_low_precision_is_close(train, plain_t5, processes, versions, tmp_
 
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
 LM = ("--seq-length", 32, "--global-batch-size", GLOBAL_BATCH, "--num-validation-texts", 3, "--warmup-steps", 2)
-LM = (*LM, "--max-steps", STEPS, "--log-every", 1, "--precision", "fp32", "--no-save-model")
+LM = (*LM, "--lr", 5e-3, "--max-steps", STEPS, "--log-every", 1, "--precision", "fp32", "--no-save-model")
 
 SHARDS = {1: 1, 2: 1, 4: 2}  # of a replica of the hybrids, by the number of processes
 
