@@ -326,8 +326,10 @@ def start_workers(loader: DataLoader):
 
     Keep the loader in a function: at the end of Python itself it would wait for them for ever.
     """
-    if loader.num_workers > 0:
-        loader.multiprocessing_context = WORKER_START
+    if loader.num_workers == 0:
+        return iter(loader)
+
+    loader.multiprocessing_context = WORKER_START
     resource_tracker.ensure_running()  # else its start would undo the blocking
     # What is started while signals are blocked never gets them. This process gets them later.
     signals = {signal.SIGINT, signal.SIGTERM}

@@ -733,12 +733,7 @@ def parse_args():
     add("--local-steps", default=50, type=size, help="of DILOCO, between synchronizations")
     add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1, with momentum 0, averages")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO, Nesterov's")
-    add(
-        "--precision",
-        default="auto",
-        choices=("auto", *PRECISIONS),
-        help="auto: bf16 on most GPUs",
-    )
+    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
     add("--compile", **switch, help="torch.compile each layer, and the loss: a slow start")

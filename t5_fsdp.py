@@ -535,12 +535,7 @@ def parse_args():
     switch = {"action": "store_true"}
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="ZeRO-3, or ZeRO-2")
-    add(
-        "--precision",
-        default="auto",
-        choices=("auto", *PRECISIONS),
-        help="auto: bf16 on most GPUs",
-    )
+    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
     add("--backward-prefetch", default="pre", choices=PREFETCH, help="none: less memory")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each T5Block: less memory, slower")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -264,6 +265,18 @@ def test_t5_goes_on_with_more_processes(t5, t5_runs, tmp_path):
     run_many("t5_fsdp.py", [(*flags, "--max-steps", T5_STEPS), flags], 4)
     assert curve(tmp_path, "val_loss")[0] == pytest.approx(curve(whole, "val_loss")[-1], **CLOSE)
     assert list(losses(tmp_path)) == [9, 10]  # of twice the size
+
+
+@pytest.mark.long
+def test_steps_of_another_size_are_named_when_an_epoch_is_resumed_in_its_middle(t5, tmp_path):
+    """Then some articles come twice. Of a run that has ended it says so."""
+    flags = (*t5, "--no-run-validation", "--no-save-model", "--resume", "--output-dir", tmp_path)
+    launch("t5_fsdp.py", *flags, "--max-steps", 3)
+    printed = launch("t5_fsdp.py", *flags, "--batch-size", 16).stdout
+    assert re.search(r"\b16 articles\b.*\b32\b", printed)
+    printed = launch("t5_fsdp.py", *flags, "--batch-size", 16).stdout
+    assert not re.search(r"\b16 articles\b", printed)
+    assert "--epochs" in printed
 
 
 @pytest.mark.long

@@ -1,5 +1,8 @@
 """Runs as users start them: scripts learn, save what they trained, compare, say what runs, and end when they should."""
 
+import contextlib
+import hashlib
+import http.server
 import json
 import math
 import os
@@ -7,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -277,6 +281,60 @@ def test_a_process_without_memory_ends_the_comparison_with_a_sentence(tiny_llama
     assert [*found, "SHARD_GRAD_OP"] == list(inside.LM_STRATEGIES)[: len(found) + 1]
 
 
+# ---- What is asked of the Hub ----------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def hub(folder):
+    """A server with the files of one model. Gives its address, and the list of what it is asked for."""
+    asked = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self):
+            asked.append(f"{self.command} {self.path}")
+            path = folder / self.path.partition("?")[0].rpartition("/resolve/main/")[2]
+            content = path.read_bytes() if path.is_file() else b""
+            self.send_response(200 if content else 404)
+            if not content:
+                self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("ETag", hashlib.sha1(content).hexdigest())
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+
+
+@pytest.mark.long
+def test_one_process_asks_the_hub(tiny_llama, tmp_path):
+    """Of all processes of a node one, for the model; of all nodes one, for the list of the dataset's files."""
+    requests = []
+    for processes in (1, 2):
+        flags = (*SMALL_LM, "--model", "someone/llama", "--num-processes", processes, "--max-steps", 1)
+        flags = (*flags, "--no-save-model", "--output-dir", tmp_path / str(processes))
+        with hub(tiny_llama) as (address, asked):
+            # A real command: the Hub's address is read when its library is imported.
+            online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / f"cache{processes}")}
+            succeed("lm_multinode.py", *flags, **online, no_proxy="127.0.0.1")
+        requests.append(sorted(asked))
+    assert any("model.safetensors" in request for request in requests[0])
+    assert requests[0] == requests[1]
+
+    flags = (*SMALL_LM, "--model", tiny_llama, "--max-steps", 1, "--no-save-model", "--output-dir", tmp_path)
+    run_many("lm_multinode.py", [flags], 2, change=("record_readers",))
+    assert (tmp_path / "readers").read_text() == "0"
+
+
 # ---- How runs end ----------------------------------------------------------------------------------------------------
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -291,6 +349,7 @@ def test_processes_that_python_started_end_together(fate, code, cause, tmp_path)
     assert finished.stdout.count("together 2") == 2
     assert finished.returncode == code
     assert cause in finished.stderr
+    assert "elastic" not in finished.stderr  # torchrun's own report
     if fate == "mistake":  # where one dies, another may first see a broken connection
         assert finished.stderr.count(cause) == 1 and "Traceback" not in finished.stderr
 
