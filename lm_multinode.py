@@ -11,7 +11,8 @@ learns Python's own reference.
         --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \\
         --sharding-strategy HYBRID_SHARD --micro-batch-size 8 --global-batch-size 128 \\
         --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \\
-        --validate-every 1000 --checkpoint-every 500 --resume   # the recipe; on every node
+        --validate-every 1000 --compile \\
+        --checkpoint-every 500 --resume         # the recipe; on every node
 
 Follows "Run Torch FSDP"
 (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example), with the model,
