@@ -11,7 +11,7 @@ learns Python's own reference.
         --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \\
         --sharding-strategy _HYBRID_SHARD_ZERO2 --micro-batch-size 8 --global-batch-size 128 \\
         --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \\
-        --validate-every 1000 --checkpoint-every 500 --resume \\
+        --validate-every 1000 --checkpoint-every 500 --resume --compile \\
         --output-dir /SHARED/run1           # on every node; a folder that all nodes see
 
 Follows "Run Torch FSDP"

@@ -9,6 +9,8 @@ articles in two to three minutes on two cores.
         --dataset data/wikihowAll.csv --num-train-samples 1500 --epochs 2 \\
         --batch-size 4 --test-batch-size 4 --lr 2e-3 --gamma 0.7        # the tutorial's
     torchrun --nproc_per_node 8 t5_fsdp.py ... \\
+        --batch-size 64 --compile           # fills a GPU; ask will_it_fit.py about yours
+    torchrun --nproc_per_node 8 t5_fsdp.py ... \\
         --checkpoint-every 500 --resume     # run again after any stop
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \\
         --rdzv_endpoint HEAD:29500 t5_fsdp.py ...       # sends all parameters between nodes

@@ -118,7 +118,8 @@ def check_that_all_train(script, commands, small, root, processes, per_node):
         (*command.flags, "--device", "cpu", *small(script, processes), "--output-dir", folder)
         for command, folder in zip(commands, folders, strict=True)
     ]
-    finished = run_many(script, settings, processes, per_node=per_node, check=False)
+    change = ("skip_compiling",)  # which takes a minute: test_fsdp.py does it once
+    finished = run_many(script, settings, processes, per_node=per_node, change=change, check=False)
     errors = f"\non {processes} processes ends with\n{finished.stderr[-5000:]}"
     for command, folder in zip(commands, folders, strict=True):
         trains = (folder / "metrics.jsonl").exists() and (curve(folder) or curve(folder, "step_seconds"))

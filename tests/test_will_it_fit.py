@@ -211,7 +211,7 @@ def test_sweeps_offload_and_the_largest_batch():
     for counted in ("1 micro-batch of 4 sequences", "4 micro-batches of 1 sequence"):
         assert f"{counted} of 128 tokens: global batch 16 on 4 processes" in printed
     *_, time_of_a_step, peak = printed.splitlines()
-    numbers = r"a step takes ([\d.]+) s of one NVIDIA H100: ([\d.]+) s of [a-z ]+, ([\d.]+) s of [a-z ]+, [\d,]+ k"
+    numbers = r"a step takes ([\d.e-]+) s of one NVIDIA H100: ([\d.e-]+) s of [a-z ]+, ([\d.e-]+) s of [a-z ]+, \d+ k"
     step, products, memory = map(float, re.match(numbers, time_of_a_step).groups())
     assert step == pytest.approx(products + memory, rel=0.02)
     assert time_of_a_step.endswith("the host may be the limit: a larger batch, or --compile")  # the model is tiny
