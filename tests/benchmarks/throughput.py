@@ -177,9 +177,8 @@ def lm_document(args, world, tokenizer):
 
     lines = [line for path in sorted(Path(args.model).glob("c4-*.json")) for line in path.read_text().splitlines()]
     texts = datasets.Dataset.from_dict({"text": [json.loads(line)["text"] for line in lines]})
-    lengths = [
-        len(ids) for ids in tokenizer(texts["text"][:], truncation=True, max_length=args.seq_length)["input_ids"]
-    ]
+    cut = tokenizer(texts["text"][:], truncation=True, max_length=args.seq_length)["input_ids"]
+    tokens = args.global_batch_size * statistics.mean(map(len, cut))  # without pads
     rows = texts.to_iterable_dataset(num_shards=8).map(tokenize, batched=True, remove_columns=["text"])
     rows = split_dataset_by_node(rows, world.rank, world.size)
     collate = DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False)
@@ -193,7 +192,7 @@ def lm_document(args, world, tokenizer):
             loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        yield args.global_batch_size * statistics.mean(lengths)
+        yield tokens
 
 
 def t5_document(args, world, tokenizer):
