@@ -282,14 +282,19 @@ def lm_trainer(args, world, config, batches):
     return model, functools.partial(lm_multinode.train_step, args, world, model, optimizer, batches)
 
 
-def t5_trainer(args, world):
-    """The tokenizer, and a function that makes a step of the first epoch."""
+def t5_batches(args, world):
+    """The config, and this rank's batches of the first epoch."""
     config, tokenizer, articles, _ = t5_fsdp.load_data(args, world)
     lengths = torch.tensor([len(ids) for ids in articles["input_ids"]])
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    batches = t5_fsdp.batches_on_device(articles, t5_fsdp.split_epoch(args, world, lengths, 1), collate, world)
+    steps = t5_fsdp.split_epoch(args, world, lengths, 1)
+    return config, t5_fsdp.batches_on_device(articles, steps, collate, world)
+
+
+def t5_trainer(args, world, config, batches):
+    """A function that makes a step."""
     trained = t5_fsdp.build(args, world, config)
-    return tokenizer, lambda: t5_fsdp.train_step(args, world, *trained, next(batches))
+    return lambda: t5_fsdp.train_step(args, world, *trained, next(batches))
 
 
 # ---- Changes ---------------------------------------------------------------------------------------------------------
@@ -702,15 +707,6 @@ def record_collectives(script):
         (args.output_dir / f"collectives-{world.rank}.json").write_text(json.dumps(found))
 
     script.main = recorded_main
-
-
-def record_snapshots(script):
-    """In place of what PyTorch has for CUDA's allocator: a snapshot is what was called before it, and the steps."""
-    calls = []
-    memory = torch.cuda.memory
-    mock.patch.object(memory, "_record_memory_history", lambda: calls.append("recorded")).start()
-    mock.patch.object(memory, "_dump_snapshot", lambda path: Path(path).write_text(" ".join(calls))).start()
-    register_optimizer_step_post_hook(lambda *_: calls.append("step"))
 
 
 def record_peak(script):

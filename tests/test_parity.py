@@ -438,11 +438,11 @@ def test_digits_are_learned_as_by_a_plain_loop(train, processes, network, tmp_pa
 def test_each_flag_of_mnist_is_what_it_says(train, network, script, tmp_path):
     """One at a time, against the plain loop with the same change."""
     changes = {"epochs": 1, "seed": 2, "lr": 0.01, "batch_size": 6, "images": 24}
-    shared = ("--gamma", 0.5) if network == "xpu" else ("--model", network)
+    shared = ("--lr", 0.1, "--gamma", 0.5) if network == "xpu" else ("--model", network)
     settings = {}
     for name, value in changes.items():
         flag = "--num-train-samples" if name == "images" else f"--{name.replace('_', '-')}"
-        settings[name] = (*shared, *(("--lr", 0.1) if network == "xpu" else ()), flag, value)
+        settings[name] = (*shared, flag, value)
     train(script, settings, 1, change=["no_dropout"])
     for name, value in changes.items():
         plain = train_mnist_plainly(network, 1, **{name: value})

@@ -21,7 +21,6 @@ import pytest
 from conftest import CLOSE, ROOT, check_curves, curve, fsdp, make_model, records, run_many, succeed, write_csv
 from peft import LoraConfig, PeftModel, get_peft_model
 from plain import adamw, cross_entropy, t5_batches, t5_samples, train_plainly
-from reanchor import RECIPES
 from test_parity import joined
 from transformers import (
     AutoModelForCausalLM,
@@ -47,6 +46,7 @@ from inside import (
 )
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
+RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
 TOGETHER = [("t5-metric", "t5-schedule"), ("lm-chat", "lm-lora")]
 
 
@@ -491,27 +491,3 @@ def test_tensorboard_has_every_value_and_the_profiler_two_steps(tiny_llama, tmp_
         names = {event["name"] for event in events}
         assert len([name for name in names if name.startswith("ProfilerStep")]) == 2
         assert any("all_gather" in name and "layers.1" in name for name in names)
-
-
-WANDB = """
-import json, types
-
-def log(record, step):
-    print("logged", json.dumps([step, record]), flush=True)
-
-def init(project, name, dir):
-    return types.SimpleNamespace(log=log)
-"""
-
-
-@pytest.mark.long
-def test_weights_and_biases_has_every_value_and_a_snapshot_three_steps(tiny_llama, tmp_path):
-    """Of stand-ins: for wandb, and for what PyTorch has for CUDA's allocator."""
-    folder = patched(tmp_path / "copy", "wandb", "lm-memory")
-    (folder / "wandb.py").write_text(WANDB)
-    flags = [*LM, "--model", tiny_llama, "--output-dir", tmp_path]
-    printed = run_many(folder / "lm_multinode.py", [flags], 2, change=["record_snapshots"]).stdout
-    logged = [json.loads(line) for line in re.findall(r"^logged (.+)", printed, re.M)]
-    assert logged == [[row["step"], row] for row in records(tmp_path, "step")]
-    for rank in range(2):
-        assert (tmp_path / f"memory-{rank}.pickle").read_text() == "recorded step step step"

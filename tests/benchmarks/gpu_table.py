@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shared
 from lm_loader import write_texts
-from t5_throughput import write_articles
+from throughput import write_articles
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from inside import PEAK_TFLOPS

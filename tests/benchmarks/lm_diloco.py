@@ -31,9 +31,6 @@ RUNS = {
     "DILOCO, 4 replicas, H = 50": (*FOUR, "--local-steps", 50),
     "DILOCO, 2 replicas, averaging, H = 50": (*AVERAGING, "--local-steps", 50),
     "DILOCO, 2 replicas, averaging, H = 10": (*AVERAGING, "--local-steps", 10),
-    "DILOCO, 2 replicas, averaging, H = 100": (*AVERAGING, "--local-steps", 100),
-    "DILOCO, 2 replicas, H = 10": (*TWO, "--local-steps", 10),
-    "DILOCO, 2 replicas, H = 100": (*TWO, "--local-steps", 100),
 }
 
 
