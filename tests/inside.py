@@ -525,11 +525,6 @@ def capture_graphs(script):
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=count_graph)
 
 
-def skip_compiling(script):
-    """--compile does nothing."""
-    torch.nn.Module.compile = lambda module: None
-
-
 def record_model(script):
     """Write what this rank's model is at each validation; the last one stays. `loads`: how often the rank loaded it;
     `offloading`: how many calls of `fully_shard` offload."""
