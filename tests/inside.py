@@ -366,6 +366,10 @@ def make_workers(loader_class, *arguments, **options):
     return loader_class(*arguments, **options | {"num_workers": 2})
 
 
+def spawn_workers(script):
+    script.common.WORKER_START = "spawn"
+
+
 def in_own_session(script):
     """All that this rank starts can then be found by its session, and gets the signals of its group, as under Slurm."""
     os.setsid()

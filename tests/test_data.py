@@ -187,13 +187,13 @@ def test_other_formats_hold_the_same_texts(tmp_path, tokenizer, hub):
 
 @pytest.mark.long
 def test_workers_that_are_not_forked(tmp_path):
-    """As on macOS and, from Python 3.14, on Linux: what a worker calls reaches it as a pickle. Of the texts, which
-    processes divide, only every second line is a record."""
+    """As on macOS: what a worker calls reaches it as a pickle. Of the texts, which processes divide, only every second
+    line is a record."""
     with open(tmp_path / "c4.json", "w") as file:
         file.writelines(f'{{"text": "text {number} of some words"}}\n{{"te\n' for number in range(2000))
     flags = ("--seq-length", 32, "--micro-batch-size", 2, "--global-batch-size", 8, "--num-validation-texts", 50)
     flags += ("--max-steps", 1, "--no-save-model", "--dataset", tmp_path / "c4.json", "--output-dir", tmp_path)
-    run_many("lm_multinode.py", [flags], 2, START_METHOD="spawn")
+    run_many("lm_multinode.py", [flags], 2, change=("spawn_workers",))
     assert len(curve(tmp_path)) == 1
 
 
