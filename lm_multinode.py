@@ -746,7 +746,10 @@ def parse_args():
     add("--peak-tflops", default=0.0, type=number, help="of one device, for MFU; 0: known GPUs'")
     add("--validate-every", default=50, type=count, help="steps between validations; 0: never")
 
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.lr == 0:
+        args.lr = 5e-3 if args.model == "tiny" else 4e-4
+    return args
 
 
 def is_due(args, step: int, every: int) -> bool:
@@ -780,7 +783,6 @@ def main(args, world):
     log = common.Log(world, args.output_dir)
     checkpoint = common.find_checkpoint(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
-    args.lr = args.lr or (5e-3 if args.model == "tiny" else 4e-4)
     smallest_batch = args.micro_batch_size * world.size
     if args.global_batch_size == 0:
         args.global_batch_size = math.ceil(16 / smallest_batch) * smallest_batch
