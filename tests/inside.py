@@ -183,6 +183,9 @@ def t5_loss(model, batch):
     return t5_fsdp.summed_loss(model, batch) / (batch["labels"] != -100).sum()
 
 
+CROSS_ENTROPIES = {"t5_fsdp.py": t5_fsdp.CrossEntropy, "lm_multinode.py": lm_multinode.CrossEntropy}
+
+
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
 LM_STRATEGIES = tuple(lm_multinode.RESHARD)
 LM_MODELS = tuple(lm_multinode.MODELS)

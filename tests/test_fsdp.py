@@ -12,7 +12,7 @@ import pytest
 from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, curve, make_llama, make_model, run_many
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
-from inside import LM_STRATEGIES, mnist_units
+from inside import CROSS_ENTROPIES, LM_STRATEGIES, mnist_units
 
 pytestmark = pytest.mark.long
 
@@ -243,6 +243,35 @@ def test_compile_makes_kernels_and_keeps_the_losses(tmp_path):
     assert list((tmp_path / "kernels").rglob("*.so"))
     for name in ("loss", "grad_norm"):
         assert curve(tmp_path / "compiled", name) == pytest.approx(curve(tmp_path / "plain", name), abs=1e-4)
+
+
+@pytest.mark.parametrize("script", CROSS_ENTROPIES)
+def test_the_compiled_loss_is_captured_twice_for_all_lengths(script):
+    """Once for the first length, and once for any. Labels of -100 count neither in the sum nor in the gradient."""
+    graphs = []
+
+    def count_graph(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = CROSS_ENTROPIES[script]()
+    compiled.compile(backend=count_graph)
+    torch.manual_seed(0)
+    for length in (64, 152, 72, 96, 8):
+        logits = torch.randn(4, length, 50, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.randint(50, (4, length))
+        labels[:, length // 2 :] = -100
+        loss = compiled(logits, labels)
+        loss.backward()
+        kept = logits.detach()[:, : length // 2].float().requires_grad_()
+        expected = torch.nn.functional.cross_entropy(kept.flatten(0, 1), labels[:, : length // 2].flatten())
+        mean = 4 * (length // 2)
+        (mean * expected).backward()
+        assert loss.item() == pytest.approx(mean * expected.item(), rel=1e-5)
+        torch.testing.assert_close(logits.grad[:, : length // 2].float(), kept.grad, rtol=0.01, atol=1e-4)
+        assert logits.grad[:, length // 2 :].abs().max() == 0
+    assert len(graphs) == 2
 
 
 # ---- MNIST -----------------------------------------------------------------------------------------------------------
