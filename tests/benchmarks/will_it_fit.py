@@ -179,7 +179,7 @@ class Run:
             fail("FSDP1 is not traced; leave --fsdp-version out")
         if self.args.precision == "auto":
             self.args.precision = "bf16"
-        self.would_compile = self.args.compile
+        self.would_compile = getattr(self.args, "compile", False)
         self.args.compile = False
         self.is_lm = hasattr(self.args, "micro_batch_size")
         self.global_batch_size = self.args.global_batch_size if self.is_lm else 0
