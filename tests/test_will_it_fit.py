@@ -215,7 +215,7 @@ def test_sweeps_offload_and_the_largest_batch():
     step, products, memory = map(float, re.match(numbers, time_of_a_step).groups())
     assert step == pytest.approx(products + memory, rel=0.02)
     assert time_of_a_step.endswith("the host may be the limit: a larger batch, or --compile")  # the model is tiny
-    assert re.match(r"peak ([\d.]+) GB", peak)[1] == f"{float(compiled[5]):.2f}"
+    assert re.match(r"peak ([\d.]+) GiB", peak)[1] == f"{float(compiled[5]):.2f}"
     assert "traced without --compile" in printed
     assert int(re.search(r"^largest batch .* (\d+)$", printed, re.M)[1]) > 4
     assert re.findall(r"^\| (\w+) .*<-", printed, re.M) == ["_HYBRID_SHARD_ZERO2"]  # the slow link decides
@@ -246,7 +246,7 @@ def test_an_edited_copy_is_traced_and_a_read_is_named_with_its_line(tmp_path):
     text = (ROOT / "lm_multinode.py").read_text()
     copy.write_text(text.replace(*LM_WIDER))
     printed = run_many(TOOL, [["lm_multinode.py"], [copy]]).stdout
-    mine, edited = re.findall(r"^peak ([\d.]+) GB", printed, re.M)
+    mine, edited = re.findall(r"^peak ([\d.]+) GiB", printed, re.M)
     assert float(edited) > float(mine) + 0.1
 
     copy.write_text(text.replace(*LM_READS_THE_LOSS))

@@ -10,8 +10,8 @@ count; it is printed as soon as it is there. One that runs out of memory says so
 after `--minutes`. fp32 is fp32 itself; tf32 is what the scripts make of fp32 on a GPU.
 
 MFU is model FLOP/s over the device's bf16 peak, in every precision: for the Llama by lm_multinode.py, for T5 three
-times what torch's FLOP counter finds in a forward pass. `predicted GB` is what will_it_fit.py says; it traces neither
-FSDP1 nor `--compile`. `peak GB` is what PyTorch's allocator gave out; on a CPU, the memory of the process.
+times what torch's FLOP counter finds in a forward pass. `predicted GiB` is what will_it_fit.py says; it traces neither
+FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator gave out; on a CPU, the memory of the process.
 """
 
 import argparse
@@ -127,8 +127,8 @@ def rows(part: str, folder: Path, options, deadline: float):
         if part == "t5" and options.peak_tflops and "tokens/s" in found:
             row["mfu"] = found["tokens/s"] * flops / (options.peak_tflops * 1e12)
         predicted = predictor.communicate()[0] if predictor else ""
-        row["predicted GB"] = ([*re.findall(r"^peak ([\d.]+) GB", predicted, re.M), "-"])[0]
-        yield row | {"peak GB": found.get("peak_gib", "-"), "note": found.get("note", "")}
+        row["predicted GiB"] = ([*re.findall(r"^peak ([\d.]+) GiB", predicted, re.M), "-"])[0]
+        yield row | {"peak GiB": found.get("peak_gib", "-"), "note": found.get("note", "")}
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ The time of a step is that of its kernels on `--gpu`, see step_time.py.
 
 What is sent is counted from the collectives of the step, DiLoCo's by the share of a step, with ring algorithms: a
 process sends (n-1)/n of what n processes gather or reduce-scatter, twice that of an all-reduce, to the next one of the
-ring; a ring leaves each node once. GB between nodes is the mean of a node's processes. In --sweep sharding-strategy a
+ring; a ring leaves each node once. GiB between nodes is the mean of a node's processes. In --sweep sharding-strategy a
 step takes at least the longest of computing, sending inside a node and sending between nodes, if all overlaps, and at
 most their sum, if nothing does. Links are as fast as their data sheets say.
 """
@@ -58,7 +58,7 @@ from memory_tracker import KINDS, Tracker
 from shared import ROOT, print_table
 from step_time import GPUS, Gpu, Kernels
 
-GB = 2**30
+GIB = 2**30
 USABLE = 0.9  # of a GPU's memory: the rest is for what is not counted
 T5 = {  # d_model, d_ff, layers, heads, d_kv of google-t5's
     "t5-small": (512, 2048, 6, 8, 64),
@@ -289,12 +289,12 @@ class Run:
         return max(self.step().totals)
 
     def row(self) -> dict:
-        """The GB of each kind at the peak, and where that is."""
+        """The GiB of each kind at the peak, and where that is."""
         totals = self.step().totals
         peak = totals.index(max(totals))
         tracker = self.step({peak})
-        gb = {f"{kind}, GB": tracker.kinds[peak][kind] / GB for kind in KINDS}
-        return gb | {"sum, GB": sum(gb.values()), "at": f"{tracker.phases[peak]}, {tracker.operations[peak]}"}
+        gb = {f"{kind}, GiB": tracker.kinds[peak][kind] / GIB for kind in KINDS}
+        return gb | {"sum, GiB": sum(gb.values()), "at": f"{tracker.phases[peak]}, {tracker.operations[peak]}"}
 
     def cost(self, gpu: Gpu = GPUS["H100"]) -> dict:
         """The bytes that a process sends in a step, and the kernels that its GPU runs."""
@@ -333,7 +333,7 @@ class Run:
         grows = each > 0
         found = []
         for device_gb in device_gbs:
-            usable = USABLE * device_gb * GB
+            usable = USABLE * device_gb * GIB
             largest = ((usable - constant[grows]) / each[grows]).min().item()
             fits = largest >= 1 and constant.max().item() <= usable
             found.append(math.floor(largest) if fits else 0)
@@ -382,10 +382,10 @@ def compare(options, flags: list[str]) -> None:
             cost = run.cost(gpu)
             kernels = cost["kernels"]
             replicas, shards = run.script.mesh_shape(run.args, run.world) if run.is_lm else (1, run.size)
-        fits = peak <= USABLE * device_gb * GB
-        row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GB": peak / GB}
+        fits = peak <= USABLE * device_gb * GIB
+        row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GiB": peak / GIB}
         row[f"fits {device_gb:g} GB"] = "yes" if fits else "no"
-        row |= {"inside, GB": cost["inside"] / GB, "between, GB": cost["between"] / GB}
+        row |= {"inside, GiB": cost["inside"] / GIB, "between, GiB": cost["between"] / GIB}
         rows.append(row | {"TFLOP": cost["flops"] / 1e12})
         if run.size <= options.per_node:
             tables = {None: tables.get(None, [])}  # one node has no network
@@ -502,15 +502,15 @@ def main() -> None:
         cost = run.cost(GPUS[options.gpu])
     print_table([row])
     print(f"traced in {time.perf_counter() - began:.0f} s")
-    print_answer(run, row["sum, GB"], cost)
+    print_answer(run, row["sum, GiB"], cost)
 
 
-def print_answer(run: Run, peak_gb: float, cost: dict) -> None:
+def print_answer(run: Run, peak_gib: float, cost: dict) -> None:
     print(f"counted: a step of {run.batch}")
     run.print_what_is_left_out()
     print(
-        f"a process sends {cost['inside'] / GB:.3f} GB inside a node and {cost['between'] / GB:.3f} GB between nodes,"
-        f" and computes {cost['flops'] / 1e12:.2f} TFLOP"
+        f"a process sends {cost['inside'] / GIB:.3f} GiB inside a node and {cost['between'] / GIB:.3f} GiB between"
+        f" nodes, and computes {cost['flops'] / 1e12:.2f} TFLOP"
     )
     if run.options.attention == "gpu":
         kernels = cost["kernels"]
@@ -521,9 +521,9 @@ def print_answer(run: Run, peak_gb: float, cost: dict) -> None:
             end="",
         )
         print("; the host may be the limit: a larger batch, or --compile" if kernels.host_may_be_the_limit else "")
-    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if peak_gb < USABLE * size]
+    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if peak_gib < USABLE * size]
     fits = f"fits GPUs of {sizes[0]} GB or more" if sizes else "fits no GPU of up to 192 GB"
-    print(f"peak {peak_gb:.2f} GB a process; with a tenth of the memory kept to spare it {fits}")
+    print(f"peak {peak_gib:.2f} GiB a process; with a tenth of the memory kept to spare it {fits}")
 
 
 if __name__ == "__main__":
