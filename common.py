@@ -136,7 +136,7 @@ class UserError(Exception):
 
 class World(NamedTuple):
     rank: int
-    local_rank: int  # picks a device and nothing else
+    local_rank: int  # on this node
     size: int
     local_size: int  # processes on this node
     device: torch.device
@@ -184,7 +184,7 @@ def fail(message: str, code: int = 2):
     """Print an error on stderr and end this process at once."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if StopRequest.received:  # torchrun has already ended this one
+        if StopRequest.received:  # torchrun's SIGTERM has come: another rank has spoken
             os._exit(code)
         time.sleep(HEAD_START)
 
@@ -240,7 +240,7 @@ def find_accelerator(name: str) -> torch.device | None:
 
 
 def setup(accelerator: torch.device | None) -> World:
-    """Read torchrun's environment, choose the device and start the process group."""
+    """Read torchrun's environment, choose the device and start the process group. A collective."""
     if "RANK" in os.environ and "MASTER_PORT" not in os.environ:
         raise UserError(
             "RANK is set without torchrun's other variables; unset it, or start with torchrun"
@@ -276,8 +276,8 @@ def setup(accelerator: torch.device | None) -> World:
     store = dist.HashStore()  # of a group of one
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one. Not at the next port: Linux gives every
-        # second one to outgoing connections.
+        # (pytorch#135712), so rank 0 serves a new one. Two ports further, not one: Linux gives
+        # ports of that parity to outgoing connections.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
@@ -365,7 +365,7 @@ def state_gib(model, optimizer) -> float:
     """GiB that this rank holds of parameters, gradients and optimizer state."""
     num_bytes = 0
     for parameter in model.parameters():
-        for tensor in [parameter, parameter.grad, *optimizer.state[parameter].values()]:
+        for tensor in [parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()]:
             if isinstance(tensor, DTensor):
                 tensor = tensor.to_local()
             if torch.is_tensor(tensor):
@@ -457,7 +457,7 @@ class Log:
                 print(text, flush=True)
 
     def write(self, **record):
-        """On every rank, and before a checkpoint: a loss that is not finite ends the run."""
+        """Call it on every rank, and before saving: it ends the run if the loss is not finite."""
         if not math.isfinite(record.get("loss", 0)):
             raise UserError("the loss is not finite; start again with a lower --lr")
         record = {"run": self.run, "seconds": round(time.time() - self.start, 3), **record}
@@ -466,8 +466,9 @@ class Log:
                 file.write(json.dumps(record) + "\n")
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, speed: float, **more):
-        """The line and the record of a training step: means since the last one, the gradient norm
-        of this one, `speed` in tokens/s, the peak of memory. `more`: other numbers, by name."""
+        """Print and record a training step: means since the last one, the gradient norm of this
+        one, `speed` in tokens/s, the peak of memory. `more`: other numbers, by name. Call it on
+        every rank."""
         memory = peak_memory(self.device)
         reset_peak_memory(self.device)
         line = (
@@ -554,11 +555,11 @@ def save_checkpoint(folder: Path, progress: dict, model, optimizer, world, extra
             (path / "progress.json").write_text(json.dumps(progress, default=str))
         dist.barrier()  # dcp.save looks into the folder on every rank
         state, _ = training_state(model, optimizer, world, extra, replica)
-        dcp.save(state, checkpoint_id=path)
+        dcp.save(state, checkpoint_id=path, process_group=world.patient_group)
     except (OSError, dcp.api.CheckpointException) as error:
         free = shutil.disk_usage(folder).free / 2**30  # PyTorch may say "unexpected pos" instead
         shutil.rmtree(path, ignore_errors=True)  # half of one would keep a full disk full
-        cause = str(error).strip().splitlines()[-1]  # above it are the tracebacks of all ranks
+        cause = last_line(error)  # above it are the tracebacks of all ranks
         raise UserError(f"could not save {path}, where {free:.3f} GiB are free: {cause}") from error
 
     if world.rank == 0:
@@ -570,8 +571,8 @@ def read_progress(path: Path, args, must_match: tuple) -> dict:
     """The `progress` of a checkpoint, which must have been made with the same `must_match`."""
     try:
         progress = json.loads((path / "progress.json").read_text())
-    except (OSError, ValueError):
-        raise damaged(path) from None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
     for name in must_match:
         before = progress["settings"].get(name)
         if before != getattr(args, name):
@@ -583,8 +584,18 @@ def read_progress(path: Path, args, must_match: tuple) -> dict:
     return progress
 
 
-def damaged(path: Path) -> UserError:
-    return UserError(f"{path} is damaged; delete it to resume from the one before")
+UNREADABLE = (OSError, EOFError, ValueError, pickle.UnpicklingError, dcp.api.CheckpointException)
+
+
+def unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} cannot be read ({last_line(error)}); if it is damaged, delete it to resume from"
+        " the one before"
+    )
+
+
+def last_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
@@ -605,9 +616,9 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
             raise UserError(
                 f"{path} is of another model or strategy; resume with the one it was made with"
             )
-        dcp.load(state, checkpoint_id=path)
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError, dcp.api.CheckpointException):
-        raise damaged(path) from None
+        dcp.load(state, checkpoint_id=path, process_group=world.patient_group)
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
 
     moments = {"state": state[f"optimizer{replica}"], "param_groups": param_groups}
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)

@@ -1,4 +1,4 @@
-"""How do I pretrain a language model on many nodes, and which sharding strategy do I pick?
+r"""How do I pretrain a language model on many nodes, and which sharding strategy do I pick?
 
 Pretrains a Llama on full sequences of text with FSDP2 (`fully_shard`), under each of FSDP's five
 strategies, or with DiLoCo where links are slow. Without flags it needs no download: a tiny Llama
@@ -6,13 +6,13 @@ learns Python's own reference.
 
     python lm_multinode.py                  # one process for each GPU, or two on the CPU
     python lm_multinode.py --num-processes 4 --compare-strategies --shards-per-replica 2
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \\
-        --rdzv_endpoint HEAD:29500 --max-restarts 3 lm_multinode.py \\
-        --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \\
-        --sharding-strategy _HYBRID_SHARD_ZERO2 --micro-batch-size 8 --global-batch-size 128 \\
-        --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \\
-        --validate-every 1000 --checkpoint-every 500 --resume --compile \\
-        --output-dir /SHARED/run1           # on every node; a folder that all nodes see
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
+        --rdzv_endpoint HEAD:29500 --max-restarts 3 lm_multinode.py \
+        --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \
+        --sharding-strategy _HYBRID_SHARD_ZERO2 --micro-batch-size 8 --global-batch-size 128 \
+        --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \
+        --validate-every 1000 --checkpoint-every 500 --resume --compile \
+        --output-dir /SHARED/run1           # run it on every node; /SHARED is a folder of all
 
 Follows "Run Torch FSDP"
 (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example). The last command
@@ -66,9 +66,9 @@ import common
 
 transformers.logging.disable_progress_bar()
 
-# PyTorch's attention under a name that transformers does not know, so that it makes no mask. Full
-# sequences need none. To find that out transformers would read the positions on the host, which
-# would wait for the device in every forward.
+# PyTorch's attention under a name that transformers does not know, so that it makes no mask.
+# Without one this attention is causal by itself, and full sequences have no padding to mask. To
+# find that out transformers would read positions on the host, which would wait for the device.
 ATTENTION = "causal_sdpa"
 AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 
@@ -78,9 +78,10 @@ AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 # add up many small numbers; the optimizer's shards are always fp32.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# FSDP1's names. In FSDP2 each is two facts: the mesh, and reshard_after_forward, which frees
-# parameters after forward and gathers them again for backward, except for the root unit. Ordered
-# by the memory of a process, least first. docs/multi-node.md has what each of them sends.
+# All strategies: FSDP1's names, and DILOCO. In FSDP2 each is two facts: the mesh (see mesh_shape),
+# and reshard_after_forward, which frees parameters after forward and gathers them again for
+# backward, except for the root unit. Ordered by the memory of a process, roughly the least first.
+# docs/multi-node.md has what each of them sends.
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for each forward and each backward
     "HYBRID_SHARD": True,  # ZeRO-3 in each replica, most often a node; replicas share gradients
@@ -99,9 +100,9 @@ def shard(args, world, config) -> nn.Module:
     """The model with its units, each parameter a DTensor of which this process has a shard. A
     collective."""
     full_model = None
-    with common.first_on_node(world):  # the others wait, for a download if need be
-        if world.rank == 0:
-            full_model = load_model(args, config)  # on the CPU
+    if world.rank == 0:
+        full_model = load_model(args, config)  # on the CPU
+    dist.barrier(world.patient_group)  # the others wait, for a download if need be
     model = make_meta_model(config)  # no device ever holds the whole model
     layers = prepare_layers(args, model)
 
@@ -118,7 +119,7 @@ def shard(args, world, config) -> nn.Module:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     for modules in embedding_and_head(model):
-        # They stay gathered from forward to backward, as the root does.
+        # Kept for backward: it begins with the head, and needs nothing of the embedding.
         fully_shard(modules, reshard_after_forward=False, **options)
     fully_shard(model, **options)
 
@@ -131,7 +132,8 @@ def shard(args, world, config) -> nn.Module:
 
 
 def make_mesh(args, world):
-    """The document's `devices_mesh`: one dimension to shard over, or two, replicas x shards."""
+    """The document's `devices_mesh`: one dimension to shard over, or two, replicas x shards. A
+    collective."""
     replicas, shards = mesh_shape(args, world)
     is_hybrid = args.sharding_strategy in HYBRIDS
     if replicas == 1 and not is_hybrid:
@@ -207,12 +209,14 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         micro_batch, data_position = next(batches)
         is_last = number == num_micro_batches - 1
 
-        # Only the last one sends gradients; until then ZeRO-2 keeps its parameters.
+        # Only the last one sends gradients. Until then each process holds whole ones, under every
+        # strategy, and ZeRO-2 keeps its parameters.
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
-        # gradient of the mean over the global batch, as if one process held it.
+        # gradient of the mean over the global batch, as if one process held it. (With DILOCO over
+        # the replica's part of it: the shards of a replica are FSDP's ranks.)
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -222,14 +226,15 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
 
 
 class OuterOptimizer:
-    """DiLoCo's (arXiv:2311.08105): SGD with Nesterov momentum on what all replicas share."""
+    """DiLoCo's (arXiv:2311.08105): SGD with Nesterov momentum on what all replicas share. To make
+    one is a collective."""
 
     def __init__(self, args, world, model):
         mesh = make_mesh(args, world)
         self.args = args
         self.replicas = mesh.get_group("replicate")
         self.own_replica = mesh.get_group("shard")
-        self.number = mesh.get_local_rank("replicate")
+        self.replica = mesh.get_local_rank("replicate")
         # Of this rank's shards. The weights are views: to write into them is to change the model.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.weights = [parameter.detach().to_local() for parameter in trained]
@@ -257,9 +262,10 @@ class OuterOptimizer:
             weight.copy_(part.view_as(weight))
 
     def state(self) -> dict:
-        """What a checkpoint needs besides, for `common`: replicas train apart, so it holds each."""
+        """More arguments of `common`'s save_checkpoint and load_checkpoint. Replicas count from 1:
+        0 is a run without DiLoCo."""
         tensors = {"shared": self.shared, "momentum": self.momentum}
-        return {"extra": tensors, "replica": 1 + self.number}
+        return {"extra": tensors, "replica": 1 + self.replica}
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -398,8 +404,8 @@ def check_config(args, config, tokenizer):
         )
 
 
-# What a DataLoader's worker calls is not local, nor a lambda: where workers are not forked (macOS,
-# Python 3.14), it arrives there as a pickle.
+# These are not local functions, nor lambdas: they are pickled, for all ranks and, on macOS, for the
+# workers of DataLoaders.
 
 
 def is_own(row: dict, number: int, rank: int, size: int) -> bool:
@@ -482,13 +488,13 @@ def name_dataset_in_errors(args):
     try:
         yield
     except (OSError, EOFError, ValueError, KeyError, zlib.error) as error:
-        cause = str(error).strip().splitlines()[-1]
+        cause = common.last_line(error)
         raise common.UserError(f"--dataset {' '.join(args.dataset)}: {cause}") from error
 
 
 def pack(rows: dict, numbers: list[int], args, tokenizer, seed: list[int]) -> dict:
     """Shuffle a block of texts and join them end to end, cut into full sequences: nothing is
-    padded. `numbers` are the texts'."""
+    padded. The number of its first text seeds the shuffle, so that each block has its own."""
     texts = [text + tokenizer.eos_token for text in rows["text"]]
     np.random.default_rng([*seed, numbers[0]]).shuffle(texts)
     token_lists = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -530,7 +536,7 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
     """Yield micro-batches of this rank's own texts, pass after pass, on its device, each with the
     position after it. A worker process packs ahead."""
     # 64 files on 8 processes: each reads 8 of them. 3 files on 8 processes: each reads all, and
-    # keeps every eighth text; there `split_dataset_by_node` would divide packed sequences.
+    # keeps every eighth text. (`split_dataset_by_node` would then split after packing.)
     if source.num_shards % world.size == 0:
         own = split_dataset_by_node(source, world.rank, world.size)
     else:
@@ -689,7 +695,8 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume refuses a checkpoint if one of these flags differs. Any other may change.
+# --resume refuses a checkpoint if one of these flags differs. Any other may change, but for
+# DILOCO's replicas and shards.
 MUST_MATCH = (
     "model dataset text_column tokenizer seq_length global_batch_size lr warmup_steps max_steps"
     " seed local_steps outer_lr outer_momentum"
@@ -793,12 +800,12 @@ def main(args, world):
         )
 
     # Data
-    texts = [None, None]
+    source_and_held_out = [None, None]
     with name_dataset_in_errors(args):
         if world.rank == 0:
-            texts = list(load_texts(args))
-        dist.broadcast_object_list(texts, group=world.patient_group)
-        source, held_out = texts
+            source_and_held_out = list(load_texts(args))  # of which the first is a stream
+        dist.broadcast_object_list(source_and_held_out, group=world.patient_group)
+        source, held_out = source_and_held_out
         config, tokenizer = load_config_and_tokenizer(args, world, source)
         sequences = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
     count = len(sequences["labels"])

@@ -1,14 +1,14 @@
-"""What does FSDP change?
+r"""What does FSDP change?
 
 Trains three networks on digits (drawn, without a download), first locally in one process, then
 sharded with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`), and puts speed and memory
 side by side.
 
     python mnist_fsdp.py                    # the whole comparison; a laptop is enough
-    python mnist_fsdp.py --model shallow deep --dataset mnist --num-train-samples 0 --epochs 10 \\
+    python mnist_fsdp.py --model shallow deep --dataset mnist --num-train-samples 0 --epochs 10 \
         --batch-size 256                    # the notebook's
     torchrun --nproc_per_node 8 mnist_fsdp.py --model deep      # the sharded half only
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \\
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 mnist_fsdp.py
 
 Follows the notebook fsdp_tutorial.ipynb of https://github.com/AllenInstitute/distributed-vae: its
@@ -55,7 +55,8 @@ import common
 
 
 def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
-    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
+    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter. A
+    collective."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     modules = list(model.modules())[1:]  # without the root
     for module in reversed(modules):  # children before parents
@@ -73,7 +74,8 @@ def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
 
 
 def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
-    """Shard with `FullyShardedDataParallel`: the policy wraps, one flat parameter per unit."""
+    """Shard with `FullyShardedDataParallel`: the policy wraps, one flat parameter per unit. A
+    collective."""
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params)
     return FSDP(
         model,
@@ -144,7 +146,7 @@ class Setting(NamedTuple):
     enough steps to be measured, too few to learn much."""
 
     make: Callable[[], nn.Module]
-    images: int  # at most
+    images: int  # at most, or four steps' if that is more
     epochs: int  # at most
     malloc_threshold: int  # see return_freed_memory
 
@@ -180,8 +182,8 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
 
 
 def load_digits(args, world) -> tuple[Dataset, Dataset]:
-    """Images to train on and to test on: drawn, or MNIST's, which one process of a node
-    downloads."""
+    """Images to train on and to test on: drawn, or MNIST's, which one process of a node downloads.
+    A collective."""
     if args.dataset == "builtin":
         train_set = draw_digits(args.num_train_samples or 60_000, 2 * args.seed)
         return train_set, draw_digits(2000, 2 * args.seed + 1)
@@ -203,8 +205,7 @@ def load_digits(args, world) -> tuple[Dataset, Dataset]:
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's batches; together the ranks see in each step the samples that one process would
-    see."""
+    """This rank's batches; the ranks take turns through the order that one process would follow."""
     sampler = DistributedSampler(
         dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
     )
@@ -302,8 +303,8 @@ def describe(row: dict) -> str:
 
 
 def return_freed_memory(malloc_threshold: int):
-    """Only to measure, not to be copied, as it takes time: from so many bytes on, what is freed
-    leaves the process, so that its peak counts what it holds."""
+    """Only to measure, not to be copied, as it is slow: glibc returns freed blocks of this size or
+    more to Linux, so that the peak of the process counts only what it holds."""
     if sys.platform == "linux":
         M_MMAP_THRESHOLD = -3
         M_MMAP_MAX = -4  # common.py has set it to 0
@@ -374,7 +375,7 @@ def main(args, world):
 
         if args.save_model:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            weights = get_model_state_dict(model, options=options)  # on rank 0
+            weights = get_model_state_dict(model, options=options)  # a collective; full on rank 0
             folder = args.output_dir / f"{network}-{args.mode}"
             if world.rank == 0:
                 folder.mkdir(exist_ok=True)

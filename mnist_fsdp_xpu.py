@@ -1,13 +1,13 @@
-"""What do I change to run it on Intel GPUs?
+r"""What do I change to run it on Intel GPUs?
 
 The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. The comments that
 begin with "XPU:" are the answer.
 
     python mnist_fsdp_xpu.py                # one process for each Intel GPU
     python mnist_fsdp_xpu.py --device cpu   # a rehearsal without one: all but the GPU's timer
-    torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --num-train-samples 0 \\
+    torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --num-train-samples 0 \
         --epochs 10                         # the document's
-    torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 1 --rdzv_backend c10d \\
+    torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 mnist_fsdp_xpu.py
 
 XPU: in a fresh environment install PyTorch's build for them first, then requirements.txt,
@@ -52,7 +52,8 @@ import common
 
 
 def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
-    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter."""
+    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter. A
+    collective."""
     # XPU: the mesh is of "xpu", and FSDP2 moves the model to it: no model.to.
     mesh = init_device_mesh(world.device.type, (world.size,))
     modules = list(model.modules())[1:]  # without the root
@@ -72,7 +73,8 @@ def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
 
 
 def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
-    """Shard with `FullyShardedDataParallel`: the policy wraps, one flat parameter per unit."""
+    """Shard with `FullyShardedDataParallel`: the policy wraps, one flat parameter per unit. A
+    collective."""
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params)
     return FSDP(
         model,
@@ -150,8 +152,8 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
 
 
 def load_digits(args, world) -> tuple[Dataset, Dataset]:
-    """Images to train on and to test on: drawn, or MNIST's, which one process of a node
-    downloads."""
+    """Images to train on and to test on: drawn, or MNIST's, which one process of a node downloads.
+    A collective."""
     if args.dataset == "builtin":
         train_set = draw_digits(args.num_train_samples or 60_000, 2 * args.seed)
         return train_set, draw_digits(2000, 2 * args.seed + 1)
@@ -173,8 +175,7 @@ def load_digits(args, world) -> tuple[Dataset, Dataset]:
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's batches; together the ranks see in each step the samples that one process would
-    see."""
+    """This rank's batches; the ranks take turns through the order that one process would follow."""
     sampler = DistributedSampler(
         dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
     )
@@ -296,7 +297,7 @@ def main(args, world):
 
     if args.save_model:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(model, options=options)  # on rank 0
+        weights = get_model_state_dict(model, options=options)  # a collective; full on rank 0
         folder = args.output_dir / "shallow"
         if world.rank == 0:
             folder.mkdir(exist_ok=True)

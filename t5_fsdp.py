@@ -1,18 +1,18 @@
-"""How do I fine-tune a real transformer with every FSDP feature that matters?
+r"""How do I fine-tune a real transformer with every FSDP feature that matters?
 
 Fine-tunes T5 to summarize articles, sharded with FSDP2 (`fully_shard`) or FSDP1
 (`FullyShardedDataParallel`). Without flags it needs no download: a small T5 learns built-in
 articles in two to three minutes on two cores.
 
     python t5_fsdp.py                       # one process for each GPU, or two on the CPU
-    torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base \\
-        --dataset data/wikihowAll.csv --num-train-samples 1500 --epochs 2 \\
+    torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base \
+        --dataset data/wikihowAll.csv --num-train-samples 1500 --epochs 2 \
         --batch-size 4 --test-batch-size 4 --lr 2e-3 --gamma 0.7        # the tutorial's
-    torchrun --nproc_per_node 8 t5_fsdp.py ... \\
+    torchrun --nproc_per_node 8 t5_fsdp.py ... \
         --batch-size 64 --compile           # fills a GPU; ask will_it_fit.py about yours
-    torchrun --nproc_per_node 8 t5_fsdp.py ... \\
+    torchrun --nproc_per_node 8 t5_fsdp.py ... \
         --checkpoint-every 500 --resume     # run again after any stop
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \\
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 t5_fsdp.py ...       # sends all parameters between nodes
 
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
