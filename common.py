@@ -183,7 +183,7 @@ def run(main, args):
 def fail(message: str, code: int = 2):
     """Print an error on stderr and end this process at once."""
     if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun may end the wait
         if StopRequest.received:  # torchrun's SIGTERM has come: another rank has spoken
             os._exit(code)
         time.sleep(HEAD_START)
@@ -457,7 +457,8 @@ class Log:
                 print(text, flush=True)
 
     def write(self, **record):
-        """Call it on every rank, and before saving: it ends the run if the loss is not finite."""
+        """Append a record. Call it on every rank, before saving: all end if the loss is not
+        finite."""
         if not math.isfinite(record.get("loss", 0)):
             raise UserError("the loss is not finite; start again with a lower --lr")
         record = {"run": self.run, "seconds": round(time.time() - self.start, 3), **record}
@@ -519,8 +520,8 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
 
 
 def training_state(model, optimizer, world, extra, replica: int) -> tuple[dict, list]:
-    """What a checkpoint holds, tensors only, as all else would be pickled; and the optimizer's
-    groups, which it does not hold. A collective."""
+    """The tensors of a checkpoint (all else would be pickled), and the optimizer's param_groups,
+    which are not saved: `set_state_dict` asks for them. A collective."""
     weights, moments = get_state_dict(model, optimizer)
     random_state = {"cpu": torch.get_rng_state()}
     if world.device.type != "cpu":
@@ -616,6 +617,7 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
             raise UserError(
                 f"{path} is of another model or strategy; resume with the one it was made with"
             )
+        # In place: weights, random_state and the rest have the saved values then.
         dcp.load(state, checkpoint_id=path, process_group=world.patient_group)
     except UNREADABLE as error:
         raise unreadable(path, error) from error

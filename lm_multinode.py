@@ -173,7 +173,8 @@ def embedding_and_head(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
-    """Compile the layers, and recompute them in backward, before sharding. Returns the units."""
+    """What --compile and --activation-checkpointing do to the layers. To be called before
+    sharding. Returns the units."""
     layers = layers_of(model)
     if args.compile:
         for layer in layers:
@@ -183,7 +184,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     if args.activation_checkpointing:
         # The wrapper becomes the unit, so that recomputing gathers nothing again.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-    return layers_of(model)
+    return layers_of(model)  # with their wrappers
 
 
 def build(args, world, config):

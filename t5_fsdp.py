@@ -13,16 +13,14 @@ articles in two to three minutes on two cores.
     torchrun --nproc_per_node 8 t5_fsdp.py ... \
         --checkpoint-every 500 --resume     # run again after any stop
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
-        --rdzv_endpoint HEAD:29500 t5_fsdp.py ...       # sends all parameters between nodes
+        --rdzv_endpoint HEAD:29500 t5_fsdp.py ...       # slow over a slow network
 
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
 https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html. Where it departs:
 losses are means over real target tokens (the tutorial learns padding, too), texts begin with T5's
 "summarize: ", gradients are clipped at norm 1, the articles of a step have similar lengths (no
-`DistributedSampler`), each is validated once, the best model is a Hugging Face folder, FSDP2 is
-the default. Of the tutorial's code, imports are missing or fail today (`LooseVersion`, the
-`wikihow` loading script), and its `--run_validation` and `--track_memory` switch off what they
-name.
+`DistributedSampler`), each article is validated once, the best model is a Hugging Face folder, and
+FSDP2 is the default. docs/from-the-documents.md has what in the tutorial's code does not run.
 """
 
 import argparse
@@ -73,13 +71,17 @@ transformers.logging.disable_progress_bar()
 
 # ---- FSDP: what is sharded, in which precision, and when it is gathered ------------------------
 
+# A unit is what FSDP gathers and frees at once: here every T5Block. What remains is the root unit,
+# above all the embedding, which encoder, decoder and output layer share. Functions that call
+# themselves "a collective" must be called by every rank.
+
 # The dtype to gather parameters and compute in, and the dtype to reduce gradients in. The shards
 # that the optimizer updates are always fp32.
 PRECISIONS = {
     "fp32": (torch.float32, torch.float32),  # the tutorial's fp32_policy
     "bf16": (torch.bfloat16, torch.bfloat16),  # bfSixteen: half the bytes on the wire
     "fp16": (torch.float16, torch.float16),  # fpSixteen: for V100-class GPUs; the loss is scaled
-    "grad-bf16": (torch.float32, torch.bfloat16),  # grad_bf16: where only the network is slow
+    "grad-bf16": (torch.float32, torch.bfloat16),  # grad_bf16: half the bytes of gradients only
 }
 
 # FSDP1's names, and FSDP2's reshard_after_forward.
@@ -95,17 +97,16 @@ PREFETCH = {
     "none": None,  # when they are needed: least memory, no overlap
 }
 
-# Two translations of one plan: every T5Block is a unit. What remains is the root unit, above all
-# the embedding, which encoder, decoder and output layer share.
+# Two translations of one plan:
 
 
 def shard_with_fsdp2(args, world, config) -> nn.Module:
     """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter. A
     collective."""
     full_model = None
-    with common.first_on_node(world):  # the others wait, for a download if need be
-        if world.rank == 0:
-            full_model = load_model(args, world, config)  # on the CPU
+    if world.rank == 0:
+        full_model = load_model(args, world, config)  # on the CPU
+    dist.barrier(world.patient_group)  # the others wait, for a download if need be
     model = make_meta_model(config)  # no device ever holds the whole model
     layers = prepare_layers(args, model)
 
@@ -119,11 +120,12 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
-    fully_shard(model, **options)  # the root stays gathered after forward: backward begins with it
+    # The root stays gathered after forward, by default: backward begins with it.
+    fully_shard(model, **options)
 
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
-            unit.set_modules_to_backward_prefetch([unit])  # itself, not the next one: no prefetch
+            unit.set_modules_to_backward_prefetch([unit])  # itself, in place of the next one
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
 
@@ -169,7 +171,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
-    """Compile the layers, and recompute them in backward, before sharding. Returns the units."""
+    """What --compile and --activation-checkpointing do to the layers. To be called before
+    sharding. Returns the units."""
     layers = layers_of(model)
     if args.compile:
         torch._dynamo.config.recompile_limit = 32  # each kind of T5Block compiles separately
@@ -182,7 +185,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     if args.activation_checkpointing:
         # The wrapper becomes the unit, so that recomputing gathers nothing again.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-    return layers_of(model)
+    return layers_of(model)  # with their wrappers
 
 
 def build(args, world, config):
@@ -208,7 +211,7 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
     or --accumulation-steps of them. A collective.
 
     Returns this rank's [summed loss, target tokens, source and target tokens] and the gradient
-    norm, both on the device: reading a number would wait for it.
+    norm, both as tensors: to read a number would wait for the device.
     """
     num_targets = (batch["labels"] != -100).sum()
     global_targets = num_targets.clone()
@@ -242,8 +245,8 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
 
 
 def gradient_sync(args, world, model, is_last: bool):
-    """The context of a micro-batch: only the last one sends gradients, and until then ZeRO-2
-    keeps its parameters."""
+    """Only the last micro-batch sends gradients, and until then ZeRO-2 keeps its parameters. Called
+    before each one: FSDP2 is told by flags, FSDP1 by the context that is returned."""
     if args.fsdp_version == 2:
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
@@ -331,8 +334,8 @@ def make_meta_model(config) -> nn.Module:
     """The model on the meta device: shapes, no memory."""
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
-        # The outputs of T5's decoder are scaled because its output layer is its embedding.
-        # FLAN-T5, which does not scale them, has an output layer of its own.
+        # from_config makes the embedding the output layer. FLAN-T5 has one of its own, and shows
+        # it by not scaling what its decoder puts out.
         if not getattr(config, "scale_decoder_outputs", True):
             model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     return model
@@ -409,8 +412,8 @@ def global_batch_size(args, world) -> int:
 
 
 def split_epoch(args, world, lengths: torch.Tensor, epoch: int) -> list[list[int]]:
-    """This rank's samples, step by step. Those that do not fill a last step are left out, others in
-    each epoch."""
+    """This rank's samples, step by step. The few that do not fill a last step are left out:
+    different ones in each epoch."""
     global_batch = global_batch_size(args, world)
     num_steps = len(lengths) // global_batch
     generator = torch.Generator().manual_seed(args.seed * 10_000 + epoch)
@@ -465,7 +468,8 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
         batch["labels"][part >= len(articles)] = -100
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
-        if part[0] - world.rank >= num_scored:  # the same on every rank
+        first_number = part[0] - world.rank  # of all ranks, so that all generate, or none
+        if first_number >= num_scored:
             continue
 
         tokens = generate(args, model, batch)
@@ -503,7 +507,8 @@ MUST_MATCH = (
 
 
 def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
-    """Of step 1, 2, ... of `num_steps` in all epochs. --gamma lowers it after each epoch."""
+    """--gamma lowers it after each epoch. For schedules of your own: steps count from 1 to
+    `num_steps` in all epochs."""
     return args.lr * args.gamma ** (epoch - 1)
 
 
@@ -526,7 +531,7 @@ def parse_args():
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=size, help="passes over the articles")
-    add("--max-steps", default=0, type=count, help="at most; the schedule stays; 0: no limit")
+    add("--max-steps", default=0, type=count, help="stop after so many; 0: no limit")
     add("--batch-size", default=16, type=size, help="articles in a process at once")
     add("--accumulation-steps", default=1, type=size, help="batches in one step of the optimizer")
     add("--test-batch-size", default=50, type=size, help="articles per process in validation")
@@ -562,7 +567,7 @@ def parse_args():
     return args
 
 
-def save(args, world, model, optimizer, scaler, **progress):
+def save(args, world, model, optimizer, scaler, progress: dict):
     """Save a checkpoint, with the numbers that the next run goes on from. A collective."""
     progress["global_batch"] = global_batch_size(args, world)
     progress["scaler"] = scaler.state_dict()
@@ -631,7 +636,6 @@ def main(args, world):
         log.print("         no step is left; to train on, raise --epochs or --max-steps")
 
     # Train
-    trained = (model, optimizer, scaler)
     best_folder = args.output_dir / "best"
     stop = common.StopRequest(world, "after this step")
     if step == 0 and args.run_validation:
@@ -652,7 +656,7 @@ def main(args, world):
             lr = learning_rate(args, step, num_steps, epoch)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            step_totals, grad_norm = train_step(args, world, *trained, batch)
+            step_totals, grad_norm = train_step(args, world, model, optimizer, scaler, batch)
             totals += step_totals
 
             is_last = step == last_step
@@ -669,7 +673,8 @@ def main(args, world):
                 totals.zero_()
             if save_now:
                 progress = {"step": step, "epoch": epoch, "samples_done": samples_done}
-                save(args, world, *trained, **progress, best_loss=best_loss)
+                progress["best_loss"] = best_loss
+                save(args, world, model, optimizer, scaler, progress)
             if stop_now:
                 log.print_stopped(step)
                 return
@@ -681,7 +686,8 @@ def main(args, world):
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
             is_best = val_loss < best_loss
-            best_loss = min(val_loss, best_loss)
+            if is_best:
+                best_loss = val_loss
         if args.save_model and is_best:
             common.export(model, meta_model, tokenizer, best_folder, world)
             log.print(f"saved    the model to {best_folder}, in place of any before it")
@@ -691,12 +697,14 @@ def main(args, world):
             samples_done = 0
         if args.checkpoint_every > 0:
             progress = {"step": step, "epoch": next_epoch, "samples_done": samples_done}
-            save(args, world, *trained, **progress, best_loss=best_loss)
+            progress["best_loss"] = best_loss
+            save(args, world, model, optimizer, scaler, progress)
         if 0 < args.max_steps <= step:
             break
 
     log.print(f"metrics  {log.path}, run {log.run}")
-    log.print(f"model    {best_folder if args.save_model else 'not saved'}")
+    is_saved = args.save_model and best_folder.exists()
+    log.print(f"model    {best_folder if is_saved else 'not saved'}")
 
 
 if __name__ == "__main__":
