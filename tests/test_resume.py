@@ -366,7 +366,7 @@ def small_disk(lm_whole, tmp_path):
 @pytest.mark.long
 def test_a_full_disk_stops_the_run_and_leaves_the_older_checkpoint(lm, lm_whole, small_disk):
     flags = (*lm, "--no-save-model", "--output-dir", small_disk)
-    refuse("lm_multinode.py", *flags, words=[str(checkpoint(small_disk, 4)), "GB are free"], processes=2)
+    refuse("lm_multinode.py", *flags, words=[str(checkpoint(small_disk, 4)), "GiB are free"], processes=2)
     assert os.listdir(small_disk / "checkpoints") == ["step-0000002"]
 
     subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
