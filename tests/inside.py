@@ -333,7 +333,7 @@ def show_test_batches(script):
     evaluate = script.evaluate
 
     def show_and_evaluate(world, model, loader):
-        print(f"test batches of {loader.batch_size}", flush=True)
+        os.write(1, f"test batches of {loader.batch_size}\n".encode())  # at once: lines of two processes do not mix
         return evaluate(world, model, loader)
 
     script.evaluate = show_and_evaluate
@@ -376,7 +376,7 @@ def spawn_workers(script):
 def in_own_session(script):
     """All that this rank starts can then be found by its session, and gets the signals of its group, as under Slurm."""
     os.setsid()
-    print("session", os.getpid(), flush=True)
+    os.write(1, f"session {os.getpid()}\n".encode())  # at once: lines of two processes do not mix
 
 
 def stop_group(script, name, when, worker_start):
@@ -526,7 +526,7 @@ def capture_graphs(script):
     """--compile captures and runs graphs, but makes no machine code of them, which takes a minute."""
 
     def count_graph(graph, inputs):
-        print("graph captured", file=sys.stderr, flush=True)
+        os.write(2, b"graph captured\n")
         return graph.forward
 
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=count_graph)
