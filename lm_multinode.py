@@ -875,7 +875,9 @@ def main(args, world):
             optimizer.zero_grad()  # makes room for the outer gradient
             outer.step()
         stop_now = at_sync_step and stop.on_any_rank()
-        save_now = stop_now or is_due(args, step, args.checkpoint_every)
+        # At the end of a resumed run, too: else the next one would go on from the older checkpoint.
+        ends_resumed_run = checkpoint is not None and step == args.max_steps
+        save_now = stop_now or ends_resumed_run or is_due(args, step, args.checkpoint_every)
         validate_now = at_sync_step and is_due(args, step, args.validate_every)
         log_now = save_now or validate_now or is_due(args, step, args.log_every)
 

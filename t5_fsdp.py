@@ -695,7 +695,8 @@ def main(args, world):
         if samples_done // global_batch >= steps_per_epoch:  # else --max-steps has cut the epoch
             next_epoch += 1
             samples_done = 0
-        if args.checkpoint_every > 0:
+        # Also after a resume: else the next one would go on from the older checkpoint.
+        if args.checkpoint_every > 0 or checkpoint:
             progress = {"step": step, "epoch": next_epoch, "samples_done": samples_done}
             progress["best_loss"] = best_loss
             save(args, world, model, optimizer, scaler, progress)

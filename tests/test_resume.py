@@ -145,6 +145,7 @@ def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, l
     launch(script, *flags, "--resume")
     assert curve(tmp_path, "loss") == curve(whole, "loss")  # no step was made twice
     assert results(tmp_path) == results(whole)
+    assert finished_checkpoints(tmp_path)[-1] == max(losses(whole))  # a third run has nothing left to do
 
 
 def test_replicas_resume(lm, tmp_path):

@@ -384,7 +384,7 @@ def compare(options, flags: list[str]) -> None:
             replicas, shards = run.script.mesh_shape(run.args, run.world) if run.is_lm else (1, run.size)
         fits = peak <= USABLE * device_gb * GIB
         row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GiB": peak / GIB}
-        row[f"fits {device_gb:g} GB"] = "yes" if fits else "no"
+        row[f"fits {device_gb:g} GB with a tenth to spare"] = "yes" if fits else "no"
         row |= {"inside, GiB": cost["inside"] / GIB, "between, GiB": cost["between"] / GIB}
         rows.append(row | {"TFLOP": cost["flops"] / 1e12})
         if run.size <= options.per_node:
@@ -399,7 +399,7 @@ def compare(options, flags: list[str]) -> None:
         print_table(mark_the_fastest(found))
 
     print(f"\ncounted: a step of {run.batch}")
-    print(f"yes: with a tenth of the {device_gb:g} GB kept to spare")
+    print("<-: of what fits, the smallest bound of the time, without DILOCO, which trains differently")
     run.print_what_is_left_out()
     if kernels.host_may_be_the_limit:
         print(f"computing: the host must start {kernels.count:,} kernels in that time; it may be the limit")
