@@ -210,11 +210,12 @@ def start_processes(count: int, *more_flags: str):
     try:
         torchrun(command)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            sys.exit(failure.exitcode)  # the process has printed why
-        name = signal.Signals(-failure.exitcode).name  # SIGKILL is often Linux, without memory
-        sys.exit(f"{Path(sys.argv[0]).name}: error: process {rank} was killed by {name}")
+        for rank, failure in error.failures.items():
+            # Others may fail in its wake; torchrun then ends the rest by SIGTERM.
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                name = signal.Signals(-failure.exitcode).name  # SIGKILL: Linux, without memory?
+                sys.exit(f"{Path(sys.argv[0]).name}: error: process {rank} was killed by {name}")
+        sys.exit(max(1, error.get_first_failure()[1].exitcode))  # the process has printed why
     except SignalException as error:
         sys.exit(128 + error.sigval)
     finally:  # torchrun leaves its own behind, which raise SignalException
