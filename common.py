@@ -107,7 +107,7 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=non_negative_int,
-        help="steps between checkpoints; one more at the end of an epoch or run; 0: none",
+        help="steps between checkpoints, and one at the end of an epoch or run; 0: if stopped",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
@@ -125,8 +125,8 @@ PATIENT_TIMEOUT = timedelta(hours=6)
 # ends them: one error is printed, not one from each rank.
 HEAD_START = 10
 
-# How DataLoaders start their workers. From Python 3.14 on Linux uses a fork server, which outlives
-# a training process that is killed.
+# How DataLoaders start their workers. On Linux the default of Python 3.14, a fork server, would go
+# on when the training process is killed.
 WORKER_START = "fork" if sys.platform == "linux" else None
 
 
@@ -148,6 +148,7 @@ def run(main, args):
     try:
         accelerator = find_accelerator(args.device)
         uses_fsdp1 = getattr(args, "fsdp_version", 2) == 1
+        # torch's versions compare with tuples.
         if uses_fsdp1 and accelerator is None and args.save_model and torch.__version__ < (2, 14):
             raise UserError(  # it would crash, after the training
                 "FSDP1 saves models from a CPU only with torch 2.14 or newer; add --no-save-model,"
@@ -184,11 +185,11 @@ def fail(message: str, code: int = 2):
     """Print an error on stderr and end this process at once."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun may end the wait
-        if StopRequest.received:  # torchrun's SIGTERM has come: another rank has spoken
-            os._exit(code)
+        if StopRequest.received and code == 1:
+            os._exit(code)  # most likely torchrun is ending all, and another rank has said why
         time.sleep(HEAD_START)
 
-    if code == 2:
+    if code == 2:  # one line, where a traceback has many
         message = " ".join(message.split())
     with contextlib.suppress(OSError):  # nobody reads it, after `| head` for example
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
@@ -200,7 +201,8 @@ def start_processes(count: int, *more_flags: str):
     command = ["--standalone", "--nproc_per_node", str(count), *sys.argv, *more_flags]
     print("torchrun", *command, flush=True)
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
+    # torchrun would set this too, with a warning; `setup` sets the real number.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not torch.accelerator.is_available():
         # glibc then keeps freed memory in the process, which is faster on CPUs.
         os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
@@ -211,9 +213,10 @@ def start_processes(count: int, *more_flags: str):
         torchrun(command)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            # Others may fail in its wake; torchrun then ends the rest by SIGTERM.
+            # Was one killed? By SIGTERM torchrun ends those that wait for it.
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-                name = signal.Signals(-failure.exitcode).name  # SIGKILL: Linux, without memory?
+                # Without memory, Linux kills by SIGKILL.
+                name = signal.Signals(-failure.exitcode).name
                 sys.exit(f"{Path(sys.argv[0]).name}: error: process {rank} was killed by {name}")
         sys.exit(max(1, error.get_first_failure()[1].exitcode))  # the process has printed why
     except SignalException as error:
@@ -254,7 +257,8 @@ def setup(accelerator: torch.device | None) -> World:
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))
-    # torchrun allows one thread, also to an optimizer that is offloaded from a GPU.
+    # All cores of the node, divided: torchrun gives a process one thread, too few for training on a
+    # CPU, and for the optimizer of --cpu-offload.
     torch.set_num_threads(max(1, cores // local_size))
 
     device = torch.device("cpu")
@@ -274,11 +278,11 @@ def setup(accelerator: torch.device | None) -> World:
         # TF32 on NVIDIA GPUs from Ampere on: faster fp32 products, with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high")
 
-    store = dist.HashStore()  # of a group of one
+    store = dist.HashStore()  # where a single process is its own group
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one. Two ports further, not one: Linux gives
-        # ports of that parity to outgoing connections.
+        # (pytorch#135712), so rank 0 serves a new one. Two ports further: torchrun's is odd, and
+        # Linux gives even ones to outgoing connections, so the next one may be in use.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
@@ -325,13 +329,15 @@ def start_workers(loader: DataLoader):
     """`iter(loader)`, whose workers outlive the signals that a terminal or a cluster sends to all
     processes: the step that is under way still needs them.
 
-    Keep the loader in a function: at the end of Python itself it would wait for them for ever.
+    Do not keep what it returns in a global variable: at its end Python would wait for the workers,
+    for ever.
     """
     if loader.num_workers == 0:
         return iter(loader)
 
     loader.multiprocessing_context = WORKER_START
-    resource_tracker.ensure_running()  # else its start would undo the blocking
+    # Python starts this one with the first worker, and then no longer blocks any signal. So first:
+    resource_tracker.ensure_running()
     # What is started while signals are blocked never gets them. This process gets them later.
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -357,7 +363,7 @@ def choose_precision(name: str, device: torch.device) -> str:
 def sum_over_ranks(values: torch.Tensor, group=None) -> list[float]:
     """Sum over all ranks, or those of a group. A collective, for which the host waits for the
     device: not in every step."""
-    total = values.cpu().clone()
+    total = values.cpu().clone()  # on the CPU cpu() is no copy
     dist.all_reduce(total, group=group)
     return total.tolist()
 
@@ -395,7 +401,7 @@ def reset_peak_memory(device: torch.device):
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
     elif Path("/proc/self/clear_refs").exists():
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
 
 def describe_state(meta_model, shards: int, world, offload=False, extra_bytes=0) -> str:
@@ -420,7 +426,7 @@ def describe_state(meta_model, shards: int, world, offload=False, extra_bytes=0)
         device_module = torch.get_device_module(world.device)
         if hasattr(device_module, "get_device_properties"):
             memory = device_module.get_device_properties(world.device).total_memory
-        else:  # this fails on many Intel GPUs
+        else:  # not first: get_memory_info fails on many Intel GPUs
             memory = torch.accelerator.get_memory_info(world.device)[1]
         processes_per_device = math.ceil(world.local_size / torch.accelerator.device_count())
         memory /= processes_per_device
@@ -458,9 +464,9 @@ class Log:
                 print(text, flush=True)
 
     def write(self, **record):
-        """Append a record. Call it on every rank, before saving: all end if the loss is not
-        finite."""
-        if not math.isfinite(record.get("loss", 0)):
+        """Append a record. Call it on every rank, before saving: rank 0 writes, and all end if a
+        loss is not finite."""
+        if not math.isfinite(record.get("loss", 0) + record.get("val_loss", 0)):
             raise UserError("the loss is not finite; start again with a lower --lr")
         record = {"run": self.run, "seconds": round(time.time() - self.start, 3), **record}
         if self.is_rank0:
@@ -490,7 +496,7 @@ class Log:
         )
 
     def bar(self, iterable, text: str, total: int):
-        disable = None if self.is_rank0 else True  # None: where there is no terminal
+        disable = None if self.is_rank0 else True  # with None it shows on a terminal only
         return tqdm(iterable, text, total, leave=False, disable=disable)
 
 
@@ -530,36 +536,39 @@ def training_state(model, optimizer, world, extra, replica: int) -> tuple[dict, 
     state = {
         f"model{replica}": weights,
         f"optimizer{replica}": moments["state"],
-        random_name(world): random_state,
+        random_key(world): random_state,
     }
-    # Under one name torch.distributed.checkpoint would keep the tensor of one rank.
+    # Under the rank's own name: of plain tensors, which are no DTensors, with the same name
+    # torch.distributed.checkpoint keeps those of one rank.
     if extra is not None:
         state[f"extra{world.rank}"] = extra
     return state, moments["param_groups"]
 
 
-def random_name(world) -> str:
-    """Another number of processes, or kind of device, draws other random numbers."""
+def random_key(world) -> str:
+    """The name of this rank's random state in a checkpoint. With another number of processes, or on
+    another kind of device, a run finds none of its own."""
     return f"random{world.rank}of{world.size}{world.device.type}"
 
 
 def save_checkpoint(folder: Path, progress: dict, model, optimizer, world, extra=None, replica=0):
     """Save `checkpoints/step-N`, every rank its own shards, and keep the newest 2. A collective.
 
-    progress: what JSON can hold, the same on all ranks. For DiLoCo, whose replicas have different
-    weights: replica, the number of this rank's; extra, more tensors of this rank, by name.
+    progress: what JSON can hold, the same on all ranks. The last two are DiLoCo's, whose replicas
+    have different weights. replica: the number of the one that this rank belongs to. extra: more
+    tensors of this rank, by name.
     """
     path = folder / "checkpoints" / f"step-{progress['step']:07d}"
     try:
         if world.rank == 0:
             path.mkdir(parents=True, exist_ok=True)  # a killed run may have left it
-            (path / ".metadata").unlink(missing_ok=True)  # unfinished again
             (path / "progress.json").write_text(json.dumps(progress, default=str))
         dist.barrier()  # dcp.save looks into the folder on every rank
         state, _ = training_state(model, optimizer, world, extra, replica)
         dcp.save(state, checkpoint_id=path, process_group=world.patient_group)
     except (OSError, dcp.api.CheckpointException) as error:
-        free = shutil.disk_usage(folder).free / 2**30  # PyTorch may say "unexpected pos" instead
+        # Said in the message, because of a full disk PyTorch may only say "unexpected pos".
+        free = shutil.disk_usage(folder).free / 2**30
         shutil.rmtree(path, ignore_errors=True)  # half of one would keep a full disk full
         cause = last_line(error)  # above it are the tracebacks of all ranks
         raise UserError(f"could not save {path}, where {free:.3f} GiB are free: {cause}") from error
@@ -604,11 +613,11 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
     """Load what `save_checkpoint` saved, on any number of ranks. A collective."""
     state, param_groups = training_state(model, optimizer, world, extra, replica)
     weights = state[f"model{replica}"]
-    random_state = state[random_name(world)]
+    random_state = state[random_key(world)]
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        if f"{random_name(world)}.cpu" not in saved:
-            del state[random_name(world)]  # dropout draws anew
+        if f"{random_key(world)}.cpu" not in saved:
+            del state[random_key(world)]  # not loaded: random_state stays what it is now
 
         # Loading into a model of fewer parameters would succeed, in silence.
         prefix = f"model{replica}."
@@ -618,7 +627,7 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
             raise UserError(
                 f"{path} is of another model or strategy; resume with the one it was made with"
             )
-        # In place: weights, random_state and the rest have the saved values then.
+        # In place: weights, random_state and the rest then have the saved values.
         dcp.load(state, checkpoint_id=path, process_group=world.patient_group)
     except UNREADABLE as error:
         raise unreadable(path, error) from error
@@ -638,8 +647,8 @@ def load_weights(model, full_model, world, offload: bool):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
-    # to_empty has emptied the buffers, and a state dict does not hold them all (positions, for
-    # example), nor the settings of generate().
+    # to_empty has emptied the buffers, and a state dict does not hold them all (the frequencies of
+    # rotary positions, for example), nor the settings of generate().
     not_in_state_dict = [None, None]
     if world.rank == 0:
         not_in_state_dict = [list(full_model.buffers()), full_model.generation_config]
@@ -737,8 +746,8 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     """
     import datasets  # here, as the scripts without text need not wait for it
 
-    # Local, as datasets knows an imported function by its name alone: after you edit it, you would
-    # still get what the old one left in the cache.
+    # Functions inside this one, on purpose. datasets looks for cached results by the code of such a
+    # function, but by the name of an imported one: after an edit you would get the old results.
     def clean(row: dict) -> dict:
         # WikiHow has stray commas (arXiv:1810.09305).
         text = re.sub(r"(^|\n)\s*,", r"\1", str(row[text_column] or "")).strip()
@@ -773,7 +782,6 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         usable = rows.map(clean, remove_columns=rows.column_names).filter(is_usable)
         usable = usable.shuffle(seed=0)
         found = f"{name}, {len(rows):,} rows, {len(usable):,} within --max-summary-share"
-        # All rows of an article are on one side.
         article_of_row = usable["article"][:]
         articles = list(dict.fromkeys(article_of_row))
         if len(articles) < 2:
@@ -785,6 +793,7 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     if dist.get_rank() == 0:
         print(f"dataset  {found}", flush=True)
 
+    # By article, as no article may have rows on both sides
     held_out = set(articles[: math.ceil(0.05 * len(articles))])
     to_train = []
     to_validate = []
@@ -795,7 +804,7 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
 
 
 def train_tokenizer(texts, vocab_size: int, append_eos: bool):
-    """A byte-level BPE tokenizer. Training is deterministic, so every rank makes the same."""
+    """A byte-level BPE tokenizer. The same texts make the same one."""
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast

@@ -12,18 +12,19 @@ learns Python's own reference.
         --sharding-strategy _HYBRID_SHARD_ZERO2 --micro-batch-size 8 --global-batch-size 128 \
         --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \
         --validate-every 1000 --checkpoint-every 500 --resume --compile \
-        --output-dir /SHARED/run1           # run it on every node; /SHARED is a folder of all
+        --output-dir /SHARED/run1           # on every node; /SHARED is a folder that all share
 
 Follows "Run Torch FSDP"
 (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example). The last command
-has its batch of 128, with the learning rate, warm-up and steps of OpenDiLoCo (arXiv:2407.07852),
-whose batch is 512 and whose cosine ends at 0: nobody has run them together. With that tokenizer
-the `150m` has 215 million parameters.
+mixes two sources: the batch of 128 is that of this page, while learning rate, warm-up and steps are
+OpenDiLoCo's (arXiv:2407.07852), which has a batch of 512. Nobody has run them together. The `150m`
+has 149 million parameters in its layers, and 215 million with the vocabulary of that tokenizer.
 
 Where it departs: texts are packed into full sequences (its code pads each to 1,024 tokens), the
-global batch counts the processes, gradients are sent after the last micro-batch (its test is
-inverted), every decoder layer is a unit (not the whole model), the learning rate has a schedule,
-and its strategies, names of FSDP1, are FSDP2's meshes (t5_fsdp.py has both versions).
+global batch counts the processes, gradients are sent after the last micro-batch (its code sends
+them after all others, by mistake), every decoder layer is a unit (not the whole model), the
+learning rate has a schedule, and its strategies, names of FSDP1, are FSDP2's meshes (t5_fsdp.py has
+both versions).
 """
 
 import contextlib
@@ -66,9 +67,10 @@ import common
 
 transformers.logging.disable_progress_bar()
 
-# PyTorch's attention under a name that transformers does not know, so that it makes no mask.
-# Without one this attention is causal by itself, and full sequences have no padding to mask. To
-# find that out transformers would read positions on the host, which would wait for the device.
+# PyTorch's attention, under a name that transformers does not know, so that it makes no mask. Full
+# sequences need none: they have no padding, and without a mask this attention is causal by itself.
+# Under the known name transformers would look at the positions to see whether a mask is needed, and
+# for that the host would wait for the device.
 ATTENTION = "causal_sdpa"
 AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 
@@ -119,7 +121,8 @@ def shard(args, world, config) -> nn.Module:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     for modules in embedding_and_head(model):
-        # Kept for backward: it begins with the head, and needs nothing of the embedding.
+        # Not freed after forward: backward begins with the head, and would gather the embedding
+        # for nothing.
         fully_shard(modules, reshard_after_forward=False, **options)
     fully_shard(model, **options)
 
@@ -179,12 +182,13 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     if args.compile:
         for layer in layers:
             layer.compile()  # FSDP's hooks stay outside the graphs
-        cross_entropy.compile()  # one pass over the logits, and no copies of them in fp32
+        # The loss, see CrossEntropy: one pass over the logits, and no copies of them in fp32
+        cross_entropy.compile()
 
     if args.activation_checkpointing:
-        # The wrapper becomes the unit, so that recomputing gathers nothing again.
+        # FSDP goes around the wrapper: inside of it, recomputing would gather the layer once more.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-    return layers_of(model)  # with their wrappers
+    return layers_of(model)  # not `layers`: the wrappers have taken their places
 
 
 def build(args, world, config):
@@ -210,14 +214,14 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         micro_batch, data_position = next(batches)
         is_last = number == num_micro_batches - 1
 
-        # Only the last one sends gradients. Until then each process holds whole ones, under every
-        # strategy, and ZeRO-2 keeps its parameters.
+        # Only the last micro-batch sends gradients. Until then each process adds up those of the
+        # whole model, under every strategy, and ZeRO-2's parameters stay gathered.
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
-        # gradient of the mean over the global batch, as if one process held it. (With DILOCO over
-        # the replica's part of it: the shards of a replica are FSDP's ranks.)
+        # gradient of the mean over the global batch, as if one process held it. (With DILOCO FSDP's
+        # ranks are those of a replica, so it is the mean over the replica's part of the batch.)
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -248,10 +252,10 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self):
-        """How far the replicas have moved, on average, is the gradient; all of them continue from
-        where it leads. A collective."""
+        """The gradient is what the replicas shared, minus the mean of what they have now. All go on
+        from where it leads. A collective."""
         beta = self.args.outer_momentum
-        gradient = self.flat_weights().neg_().add_(self.shared)
+        gradient = self.shared - self.flat_weights()
         dist.all_reduce(gradient, group=self.replicas)
         gradient.div_(self.replicas.size())
         self.momentum.mul_(beta).add_(gradient)
@@ -263,15 +267,15 @@ class OuterOptimizer:
             weight.copy_(part.view_as(weight))
 
     def state(self) -> dict:
-        """More arguments of `common`'s save_checkpoint and load_checkpoint. Replicas count from 1:
-        0 is a run without DiLoCo."""
+        """`extra` and `replica` for `common`'s save_checkpoint and load_checkpoint. Replicas count
+        from 1, because 0 is a run without DiLoCo."""
         tensors = {"shared": self.shared, "momentum": self.momentum}
         return {"extra": tensors, "replica": 1 + self.replica}
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
-    """Cross-entropy, summed over all targets that are not -100, 0-d. A collective: so is every
-    forward of a sharded model."""
+    """Cross-entropy, summed over all targets that are not -100: one number. A collective, as every
+    forward of a sharded model is."""
     output = model(input_ids=batch["input_ids"], use_cache=False)
     return cross_entropy(output.logits, batch["labels"])
 
@@ -354,13 +358,18 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
             if tokenizer_name:
                 tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, **options)
     except (OSError, ValueError) as error:
-        message = f"--model {args.model} or --tokenizer {args.tokenizer} cannot be read: {error}"
+        message = f"--model {args.model} or --tokenizer {tokenizer_name} cannot be read: {error}"
         if "gated" in message:
-            message += "; then run `hf auth login`, or take another --tokenizer"
+            message += "; then run `hf auth login`, or choose another"
         raise common.UserError(message) from error
 
-    if not tokenizer_name:
-        tokenizer = train_tokenizer(world, source)
+    if not tokenizer_name:  # a small one, of the first texts, which rank 0 reads
+        trained = [None]
+        if world.rank == 0:
+            texts = [row["text"] for row in source.take(2000)]
+            trained = [common.train_tokenizer(texts, vocab_size=2048, append_eos=False)]
+        dist.broadcast_object_list(trained, group=world.patient_group)
+        [tokenizer] = trained
     if tokenizer.eos_token is None:
         raise common.UserError(f"the tokenizer of {tokenizer_name} has no end-of-text token")
     if not is_pretrained:
@@ -371,16 +380,6 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
         config.max_position_embeddings = args.seq_length
     check_config(args, config, tokenizer)
     return config, tokenizer
-
-
-def train_tokenizer(world, source):
-    """A small one, of the first texts, which rank 0 reads. A collective."""
-    tokenizer = [None]
-    if world.rank == 0:
-        texts = [row["text"] for row in source.take(2000)]
-        tokenizer = [common.train_tokenizer(texts, vocab_size=2048, append_eos=False)]
-    dist.broadcast_object_list(tokenizer, group=world.patient_group)
-    return tokenizer[0]
 
 
 def check_config(args, config, tokenizer):
@@ -396,7 +395,8 @@ def check_config(args, config, tokenizer):
             " docs/your-model-and-data.md says what to change"
         ) from error
 
-    window = getattr(config, "sliding_window", None) or args.seq_length  # ATTENTION has none
+    # ATTENTION has no sliding window: no sequence may be longer than the model's.
+    window = getattr(config, "sliding_window", None) or args.seq_length
     longest = min(window, config.max_position_embeddings)
     if len(tokenizer) > config.vocab_size or args.seq_length > longest:
         raise common.UserError(
@@ -405,8 +405,8 @@ def check_config(args, config, tokenizer):
         )
 
 
-# These are not local functions, nor lambdas: they are pickled, for all ranks and, on macOS, for the
-# workers of DataLoaders.
+# These functions are not inside of others, because they are pickled: for all ranks and, on macOS,
+# for the workers of DataLoaders. (Streams have no cache that an edit would have to renew.)
 
 
 def is_own(row: dict, number: int, rank: int, size: int) -> bool:
@@ -468,8 +468,8 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
         column = "text"
     rows = rows.select_columns([column])
     sides = []
-    for held_out in (False, True):
-        options = {"column": column, "held_out": held_out}
+    for is_held_out in (False, True):
+        options = {"column": column, "held_out": is_held_out}
         sides.append(
             rows.map(choose_texts, batched=True, remove_columns=[column], fn_kwargs=options)
         )
@@ -493,15 +493,16 @@ def name_dataset_in_errors(args):
         raise common.UserError(f"--dataset {' '.join(args.dataset)}: {cause}") from error
 
 
-def pack(rows: dict, numbers: list[int], args, tokenizer, seed: list[int]) -> dict:
+def pack(rows: dict, indices: list[int], args, tokenizer, seed: list[int]) -> dict:
     """Shuffle a block of texts and join them end to end, cut into full sequences: nothing is
-    padded. The number of its first text seeds the shuffle, so that each block has its own."""
+    padded. `indices` count the texts; the first seeds the shuffle, so each block has its own."""
     texts = [text + tokenizer.eos_token for text in rows["text"]]
-    np.random.default_rng([*seed, numbers[0]]).shuffle(texts)
+    np.random.default_rng([*seed, indices[0]]).shuffle(texts)
     token_lists = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     tokens = np.concatenate(token_lists).astype(int)
 
-    # Every token is also a target, across sequences too.
+    # Labels are shifted here: the target of a token is the next one, also across sequences. The
+    # model would shift them again, so it does not get them.
     length = args.seq_length
     num_sequences = (len(tokens) - 1) // length
     if num_sequences == 0:
@@ -537,7 +538,8 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
     """Yield micro-batches of this rank's own texts, pass after pass, on its device, each with the
     position after it. A worker process packs ahead."""
     # 64 files on 8 processes: each reads 8 of them. 3 files on 8 processes: each reads all, and
-    # keeps every eighth text. (`split_dataset_by_node` would then split after packing.)
+    # keeps every eighth text. (There `split_dataset_by_node` would split the packed sequences: each
+    # process would tokenize all texts.)
     if source.num_shards % world.size == 0:
         own = split_dataset_by_node(source, world.rank, world.size)
     else:
@@ -583,7 +585,7 @@ def validate(args, world, model, sequences: dict, log, step: int):
     for part in log.bar(numbers, "validate", len(numbers)):
         inputs = torch.from_numpy(sequences["input_ids"])[part % count]
         labels = torch.from_numpy(sequences["labels"])[part % count]
-        labels[part >= count] = -100
+        labels[part >= count] = -100  # in a copy, which indexing by a tensor makes
         batch = {"input_ids": inputs.to(world.device), "labels": labels.to(world.device)}
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
@@ -614,10 +616,11 @@ PEAK_TFLOPS = {
 
 
 def mfu_per_token_per_second(args, world, meta_model) -> float:
-    """The share of all peak FLOP/s (MFU) that one token/s is; 0 where the peak is unknown.
+    """To multiply a speed in tokens/s by: gives MFU, the share of all GPUs' peak FLOP/s that is
+    used. 0 where the peak is unknown.
 
-    By PaLM's appendix B (arXiv:2204.02311), but without the parameters of an embedding that only
-    looks up.
+    By PaLM's appendix B (arXiv:2204.02311), but without the parameters of an embedding that is not
+    the output layer too: looking up computes nothing.
     """
     peak_tflops = args.peak_tflops
     if peak_tflops == 0 and world.device.type == "cuda":
@@ -637,9 +640,8 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     return (6 * num_parameters + attention) / (peak_tflops * 1e12 * world.size)
 
 
-def compare_strategies(args, world, config, log, batches):
+def compare_strategies(args, world, config, log, batches, mfu_per_speed: float):
     """Time a few steps under each strategy, with this model on these machines. A collective."""
-    mfu_per_speed = mfu_per_token_per_second(args, world, make_meta_model(config))
     for strategy in RESHARD:
         args.sharding_strategy = strategy
         replicas, shards = mesh_shape(args, world)
@@ -649,7 +651,7 @@ def compare_strategies(args, world, config, log, batches):
         except torch.OutOfMemoryError as error:
             # Other processes may now wait for this one: nothing can follow.
             raise common.UserError(
-                f"{strategy} runs out of memory; what follows takes more in most cases"
+                f"{strategy} runs out of memory; most strategies after it need more"
             ) from error
 
         speed = args.global_batch_size * args.seq_length / seconds
@@ -696,8 +698,8 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume refuses a checkpoint if one of these flags differs. Any other may change, but for
-# DILOCO's replicas and shards.
+# --resume refuses a checkpoint if one of these flags differs. Any other may change. (DILOCO also
+# needs as many replicas and shards as before: see `resume`.)
 MUST_MATCH = (
     "model dataset text_column tokenizer seq_length global_batch_size lr warmup_steps max_steps"
     " seed local_steps outer_lr outer_momentum"
@@ -714,8 +716,8 @@ def learning_rate(args, step: int, num_steps: int) -> float:
 
 def parse_args():
     parser = common.Parser(__doc__)
-    count = common.non_negative_int
-    size = common.positive_int
+    at_least_0 = common.non_negative_int
+    at_least_1 = common.positive_int
     number = common.non_negative_float
 
     add = parser.add_argument_group("data and model").add_argument
@@ -723,22 +725,22 @@ def parse_args():
     add("--dataset", default=["builtin"], nargs="+", help="builtin; c4; Hub; .jsonl[.gz], .parquet")
     add("--text-column", default="text", help="of the dataset")
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
-    add("--num-validation-texts", default=500, type=size, help="held out of the dataset, at most")
-    add("--seq-length", default=128, type=size, help="tokens in a sequence")
+    add("--num-validation-texts", default=500, type=at_least_1, help="at most, held out")
+    add("--seq-length", default=128, type=at_least_1, help="tokens in a sequence")
 
     add = parser.add_argument_group("training").add_argument
-    add("--max-steps", default=500, type=size, help="steps of the optimizer")
-    add("--micro-batch-size", default=4, type=size, help="sequences in a process at once")
-    add("--global-batch-size", default=0, type=count, help="of all processes; 0: 16, rounded up")
+    add("--max-steps", default=500, type=at_least_1, help="steps of the optimizer")
+    add("--micro-batch-size", default=4, type=at_least_1, help="sequences in a process at once")
+    add("--global-batch-size", default=0, type=at_least_0, help="of all processes; 0: 16 or more")
     add("--lr", default=0.0, type=number, help="the highest; 0: 5e-3 for tiny, 4e-4 for others")
-    add("--warmup-steps", default=20, type=count, help="steps to the highest learning rate")
+    add("--warmup-steps", default=20, type=at_least_0, help="steps to the highest learning rate")
     add("--weight-decay", default=0.1, type=number, help="of all weights")
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="see the README")
-    add("--shards-per-replica", default=0, type=count, help="of hybrids; 0: a node's processes")
-    add("--local-steps", default=50, type=size, help="of DILOCO, between synchronizations")
+    add("--shards-per-replica", default=0, type=at_least_0, help="of hybrids; 0: those of a node")
+    add("--local-steps", default=50, type=at_least_1, help="of DILOCO, between synchronizations")
     add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1, with momentum 0, averages")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO, Nesterov's")
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
@@ -751,8 +753,8 @@ def parse_args():
     common.add_checkpoint_flags(group)
     add = group.add_argument
     add("--compare-strategies", **switch, help="time each strategy, and end")
-    add("--peak-tflops", default=0.0, type=number, help="of one device, for MFU; 0: known GPUs'")
-    add("--validate-every", default=50, type=count, help="steps between validations; 0: never")
+    add("--peak-tflops", default=0.0, type=number, help="of a device, for MFU; 0: of known GPUs")
+    add("--validate-every", default=50, type=at_least_0, help="steps between validations; 0: never")
 
     args = parser.parse_args()
     if args.lr == 0:
@@ -804,12 +806,13 @@ def main(args, world):
     source_and_held_out = [None, None]
     with name_dataset_in_errors(args):
         if world.rank == 0:
-            source_and_held_out = list(load_texts(args))  # of which the first is a stream
+            # The first is a stream: it says how to read texts, and has none that would be sent.
+            source_and_held_out = list(load_texts(args))
         dist.broadcast_object_list(source_and_held_out, group=world.patient_group)
         source, held_out = source_and_held_out
         config, tokenizer = load_config_and_tokenizer(args, world, source)
-        sequences = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
-    count = len(sequences["labels"])
+        validation_set = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
+    count = len(validation_set["labels"])
     log.print(
         f"data     {args.dataset[0]}, {source.num_shards} files, {count} sequences to validate"
     )
@@ -824,9 +827,10 @@ def main(args, world):
         f"fsdp     {args.sharding_strategy},"
         f" replicas x shards: {replicas} x {shards}, {args.precision}"
     )
+    mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
         batches = batches_on_device(args, world, source, tokenizer, None)
-        compare_strategies(args, world, config, log, batches)
+        compare_strategies(args, world, config, log, batches, mfu_per_speed)
         return
     model, optimizer = build(args, world, config)
     outer = None
@@ -842,12 +846,11 @@ def main(args, world):
     if checkpoint:
         first, position = resume(args, world, checkpoint, model, optimizer, outer_state, log)
     elif args.validate_every > 0:
-        validate(args, world, model, sequences, log, step=0)
+        validate(args, world, model, validation_set, log, step=0)
     batches = batches_on_device(args, world, source, tokenizer, position)
 
     # Train
-    mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
-    local_steps = 1
+    local_steps = 1  # between those at which all processes meet: without DiLoCo, at each
     log_group = None
     when_to_stop = "after this step"
     if outer:
@@ -875,9 +878,10 @@ def main(args, world):
             optimizer.zero_grad()  # makes room for the outer gradient
             outer.step()
         stop_now = at_sync_step and stop.on_any_rank()
-        # At the end of a resumed run, too: else the next one would go on from the older checkpoint.
+        # At the end of a resumed run, too: else --resume would go on from the older one again.
         ends_resumed_run = checkpoint is not None and step == args.max_steps
         save_now = stop_now or ends_resumed_run or is_due(args, step, args.checkpoint_every)
+        # DiLoCo's replicas are one model only where they have just synchronized.
         validate_now = at_sync_step and is_due(args, step, args.validate_every)
         log_now = save_now or validate_now or is_due(args, step, args.log_every)
 
@@ -905,7 +909,7 @@ def main(args, world):
             log.print_stopped(step)
             return
         if validate_now:
-            validate(args, world, model, sequences, log, step)
+            validate(args, world, model, validation_set, log, step)
         if log_now:
             start = time.perf_counter()
 

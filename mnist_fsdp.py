@@ -249,8 +249,8 @@ def evaluate(world, model, loader) -> tuple[float, float]:
 
 def parse_args():
     parser = common.Parser(__doc__)
-    count = common.non_negative_int
-    size = common.positive_int
+    at_least_0 = common.non_negative_int
+    at_least_1 = common.positive_int
     number = common.non_negative_float
 
     add = parser.add_argument_group("data and model").add_argument
@@ -260,7 +260,7 @@ def parse_args():
     add(
         "--num-train-samples",
         default=6400,
-        type=count,
+        type=at_least_0,
         help="0: all; of drawn digits, layers and deep: 1280",
     )
 
@@ -268,17 +268,17 @@ def parse_args():
     add(
         "--epochs",
         default=3,
-        type=size,
+        type=at_least_1,
         help="passes over the images; over drawn digits, layers and deep: one",
     )
-    add("--batch-size", default=128, type=size, help="images per process and step")
-    add("--test-batch-size", default=1000, type=size, help="the same in the test")
+    add("--batch-size", default=128, type=at_least_1, help="images per process and step")
+    add("--test-batch-size", default=1000, type=at_least_1, help="the same in the test")
     add("--lr", default=0.001, type=number, help="learning rate of Adam")
 
     add = parser.add_argument_group("FSDP").add_argument
     add("--mode", choices=("local", "fsdp"), help="one half of the comparison; torchrun: fsdp")
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
-    add("--min-num-params", default=20_000, type=size, help="parameters that make a unit")
+    add("--min-num-params", default=20_000, type=at_least_1, help="parameters that make a unit")
     add("--print-model", action="store_true", help="print the network, with its units")
 
     common.add_run_flags(parser.add_argument_group("processes and output"))

@@ -219,25 +219,25 @@ def evaluate(world, model, loader) -> tuple[float, float]:
 
 def parse_args():
     parser = common.Parser(__doc__)
-    count = common.non_negative_int
-    size = common.positive_int
+    at_least_0 = common.non_negative_int
+    at_least_1 = common.positive_int
     number = common.non_negative_float
 
     add = parser.add_argument_group("data and model").add_argument
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
-    add("--num-train-samples", default=6400, type=count, help="0 for all")
+    add("--num-train-samples", default=6400, type=at_least_0, help="0 for all")
 
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", default=3, type=size, help="passes over the images")
-    add("--batch-size", default=64, type=size, help="images per process and step")
-    add("--test-batch-size", default=1000, type=size, help="the same in the test")
+    add("--epochs", default=3, type=at_least_1, help="passes over the images")
+    add("--batch-size", default=64, type=at_least_1, help="images per process and step")
+    add("--test-batch-size", default=1000, type=at_least_1, help="the same in the test")
     add("--lr", default=1.0, type=number, help="learning rate of Adadelta")
     add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")
 
     add = parser.add_argument_group("FSDP").add_argument
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
-    add("--min-num-params", default=100, type=size, help="parameters that make a unit")
+    add("--min-num-params", default=100, type=at_least_1, help="parameters that make a unit")
 
     common.add_run_flags(parser.add_argument_group("processes and output"))
     parser.set_defaults(device="xpu", save_model=False)  # XPU: never the CPU in silence

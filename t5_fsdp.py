@@ -20,7 +20,7 @@ https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html. Whe
 losses are means over real target tokens (the tutorial learns padding, too), texts begin with T5's
 "summarize: ", gradients are clipped at norm 1, the articles of a step have similar lengths (no
 `DistributedSampler`), each article is validated once, the best model is a Hugging Face folder, and
-FSDP2 is the default. docs/from-the-documents.md has what in the tutorial's code does not run.
+FSDP2 is the default. docs/from-the-documents.md lists what in the tutorial's code no longer runs.
 """
 
 import argparse
@@ -71,9 +71,9 @@ transformers.logging.disable_progress_bar()
 
 # ---- FSDP: what is sharded, in which precision, and when it is gathered ------------------------
 
-# A unit is what FSDP gathers and frees at once: here every T5Block. What remains is the root unit,
-# above all the embedding, which encoder, decoder and output layer share. Functions that call
-# themselves "a collective" must be called by every rank.
+# A unit is a group of parameters that FSDP gathers and frees together. Here each T5Block is one.
+# What remains is the root unit, above all the embedding, which encoder, decoder and output layer
+# share. Functions that call themselves "a collective" must be called by every rank.
 
 # The dtype to gather parameters and compute in, and the dtype to reduce gradients in. The shards
 # that the optimizer updates are always fp32.
@@ -97,7 +97,7 @@ PREFETCH = {
     "none": None,  # when they are needed: least memory, no overlap
 }
 
-# Two translations of one plan:
+# The next two functions do the same: one with FSDP2, one with FSDP1.
 
 
 def shard_with_fsdp2(args, world, config) -> nn.Module:
@@ -125,7 +125,8 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
-            unit.set_modules_to_backward_prefetch([unit])  # itself, in place of the next one
+            # No other way: in place of the next unit, name one that is gathered already.
+            unit.set_modules_to_backward_prefetch([unit])
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
 
@@ -139,7 +140,8 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
     collective."""
     if args.cpu_offload and (world.size == 1 or world.device.type == "cpu"):
         raise common.UserError(
-            "FSDP1 offloads from GPUs only, and resumes wrongly on one; use --fsdp-version 2"
+            "FSDP1's --cpu-offload needs two GPUs or more: with one it resumes wrongly; use"
+            " --fsdp-version 2"
         )
     with common.first_on_node(world):
         model = load_model(args, world, config)  # on every rank's CPU; FSDP moves it unit by unit
@@ -175,17 +177,19 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     sharding. Returns the units."""
     layers = layers_of(model)
     if args.compile:
-        torch._dynamo.config.recompile_limit = 32  # each kind of T5Block compiles separately
+        # All layers count together, and compile for encoder and decoder, training and validation.
+        torch._dynamo.config.recompile_limit = 32
         for layer in layers:
-            # FSDP's hooks stay outside the graphs. Not with dynamic=True: it takes T5's own numbers
-            # for unknowns, too, and Inductor fails.
+            # FSDP's hooks stay outside the graphs. Not with dynamic=True: then T5's constants, such
+            # as its number of buckets, are unknowns too, and Inductor fails.
             layer.compile()
-        cross_entropy.compile()  # one pass over the logits, and no copies of them in fp32
+        # The loss, see CrossEntropy: one pass over the logits, and no copies of them in fp32
+        cross_entropy.compile()
 
     if args.activation_checkpointing:
-        # The wrapper becomes the unit, so that recomputing gathers nothing again.
+        # FSDP goes around the wrapper: inside of it, recomputing would gather the layer once more.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-    return layers_of(model)  # with their wrappers
+    return layers_of(model)  # not `layers`: the wrappers have taken their places
 
 
 def build(args, world, config):
@@ -196,12 +200,12 @@ def build(args, world, config):
     else:
         model = shard_with_fsdp1(args, world, config)
 
-    # Fused AdamW takes loss scaling into its kernel, which fails on DTensors.
+    # With loss scaling, fused AdamW would unscale in its kernel, which fails on DTensors.
     uses_fp16 = args.precision == "fp16"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, fused=not uses_fp16)
-    # If a gradient overflows on one rank, all must skip the step: DTensors agree by themselves,
-    # FSDP1 needs a scaler that asks the others.
+    # If a gradient overflows on one rank, all must skip the step. FSDP2's gradients are DTensors,
+    # for which GradScaler asks all ranks; FSDP1 needs a scaler that does.
     scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
     return model, optimizer, scaler_class(world.device.type, enabled=uses_fp16)
 
@@ -245,8 +249,8 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
 
 
 def gradient_sync(args, world, model, is_last: bool):
-    """Only the last micro-batch sends gradients, and until then ZeRO-2 keeps its parameters. Called
-    before each one: FSDP2 is told by flags, FSDP1 by the context that is returned."""
+    """Only the last micro-batch sends gradients. Between the others, ZeRO-2's parameters stay
+    gathered. Called before each one: FSDP2 is told by flags, FSDP1 by the context it returns."""
     if args.fsdp_version == 2:
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
@@ -258,11 +262,12 @@ def gradient_sync(args, world, model, is_last: bool):
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
-    """Cross-entropy, summed over the real target tokens of a batch, 0-d. A collective: so is every
-    forward of a sharded model."""
+    """Cross-entropy, summed over the real target tokens of a batch: one number. A collective, as
+    every forward of a sharded model is."""
     labels = batch["labels"]
     # Four dimensions, to be added to the scores of attention. transformers would read a mask of
-    # two dimensions on the host, which would wait for the device in every forward.
+    # two dimensions on the host, which would wait for the device in every forward. (In bf16 the
+    # minimum becomes -inf. That is harmless, as no article is empty.)
     is_text = batch["attention_mask"][:, None, None, :] > 0
     attention_mask = torch.where(is_text, 0.0, torch.finfo(torch.float32).min)
 
@@ -299,7 +304,8 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     if args.fsdp_version == 2:
         return model.generate(**options)
 
-    # generate() bypasses the root's forward(): its parameters are gathered here, in fp32.
+    # generate() bypasses the root's forward(), which would gather the root's parameters.
+    # summon_full_params does, but in fp32: hence autocast.
     dtype = PRECISIONS[args.precision][0]
     device_type = batch["input_ids"].device.type
     with (
@@ -334,8 +340,8 @@ def make_meta_model(config) -> nn.Module:
     """The model on the meta device: shapes, no memory."""
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
-        # from_config makes the embedding the output layer. FLAN-T5 has one of its own, and shows
-        # it by not scaling what its decoder puts out.
+        # from_config ties the output layer to the embedding. FLAN-T5's is not tied. What tells it
+        # in its config: what the decoder puts out is not scaled.
         if not getattr(config, "scale_decoder_outputs", True):
             model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     return model
@@ -468,7 +474,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
         batch["labels"][part >= len(articles)] = -100
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
-        first_number = part[0] - world.rank  # of all ranks, so that all generate, or none
+        first_number = part[0] - world.rank  # rank 0's: so all ranks generate, or none
         if first_number >= num_scored:
             continue
 
@@ -502,20 +508,20 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
 # --resume refuses a checkpoint if one of these flags differs. Any other may change.
 MUST_MATCH = (
     "model dataset text_column summary_column max_summary_share num_train_samples"
-    " max_source_length max_target_length seed lr gamma"
+    " num_validation_samples max_source_length max_target_length seed lr gamma"
 ).split()
 
 
 def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
-    """--gamma lowers it after each epoch. For schedules of your own: steps count from 1 to
-    `num_steps` in all epochs."""
+    """--gamma lowers it after each epoch. For a schedule of your own: `step` counts from 1 to
+    `num_steps`, through all --epochs."""
     return args.lr * args.gamma ** (epoch - 1)
 
 
 def parse_args():
     parser = common.Parser(__doc__)
-    count = common.non_negative_int
-    size = common.positive_int
+    at_least_0 = common.non_negative_int
+    at_least_1 = common.positive_int
     number = common.non_negative_float
 
     add = parser.add_argument_group("data and model").add_argument
@@ -523,18 +529,18 @@ def parse_args():
     add("--dataset", default="builtin", help="builtin; a .csv, .json, .jsonl or .parquet file; Hub")
     add("--text-column", default="text", help="of the dataset, with the articles")
     add("--summary-column", default="headline", help="of the dataset, with their summaries")
-    add("--num-train-samples", default=8000, type=count, help="at most; 0 for all")
-    add("--num-validation-samples", default=300, type=count, help="at most; 0 for all")
-    add("--max-summary-share", default=0.75, type=number, help="longer: the article is left out")
-    add("--max-source-length", default=512, type=size, help="tokens kept of an article")
-    add("--max-target-length", default=150, type=size, help="tokens kept of a summary, or written")
+    add("--num-train-samples", default=8000, type=at_least_0, help="at most; 0 for all")
+    add("--num-validation-samples", default=300, type=at_least_0, help="at most; 0 for all")
+    add("--max-summary-share", default=0.75, type=number, help="leave out longer summaries")
+    add("--max-source-length", default=512, type=at_least_1, help="tokens kept of an article")
+    add("--max-target-length", default=150, type=at_least_1, help="tokens of a summary, at most")
 
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", default=3, type=size, help="passes over the articles")
-    add("--max-steps", default=0, type=count, help="stop after so many; 0: no limit")
-    add("--batch-size", default=16, type=size, help="articles in a process at once")
-    add("--accumulation-steps", default=1, type=size, help="batches in one step of the optimizer")
-    add("--test-batch-size", default=50, type=size, help="articles per process in validation")
+    add("--epochs", default=3, type=at_least_1, help="passes over the articles")
+    add("--max-steps", default=0, type=at_least_0, help="stop after so many; 0: no limit")
+    add("--batch-size", default=16, type=at_least_1, help="articles in a process at once")
+    add("--accumulation-steps", default=1, type=at_least_1, help="batches in an optimizer step")
+    add("--test-batch-size", default=50, type=at_least_1, help="articles per process in validation")
     add("--lr", default=1e-3, type=number, help="learning rate of AdamW")
     add("--gamma", default=0.8, type=number, help="factor on the learning rate after each epoch")
 
@@ -559,8 +565,8 @@ def parse_args():
     args = parser.parse_args()
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
         parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre and none")
-    if args.precision == "fp16" and args.cpu_offload:  # pytorch#176429: the scale comes too late
-        parser.error(
+    if args.precision == "fp16" and args.cpu_offload:
+        parser.error(  # the CPU would read the scale before its copy is there: pytorch#176429
             "--precision fp16 cannot scale gradients that --cpu-offload keeps on the CPU; use bf16"
             " or fp32"
         )
@@ -625,7 +631,8 @@ def main(args, world):
     progress = {"step": 0, "epoch": 1, "samples_done": 0, "best_loss": math.inf}
     if checkpoint:
         progress = resume(args, world, checkpoint, model, optimizer, scaler, log)
-    step = progress["step"]
+    first_step = progress["step"]
+    step = first_step
     samples_done = progress["samples_done"]  # of this epoch
     best_loss = progress["best_loss"]
     steps_per_epoch = len(train_set) // global_batch
@@ -633,6 +640,7 @@ def main(args, world):
     steps_left -= samples_done // global_batch
     num_steps = step + steps_left  # of all epochs
     if steps_left <= 0 or 0 < args.max_steps <= step:
+        # The loop below then only validates and saves the model.
         log.print("         no step is left; to train on, raise --epochs or --max-steps")
 
     # Train
@@ -662,7 +670,8 @@ def main(args, world):
             is_last = step == last_step
             stop_now = stop.on_any_rank()
             checkpoint_due = args.checkpoint_every > 0 and step % args.checkpoint_every == 0
-            save_now = stop_now or (checkpoint_due and not is_last)  # after the last one see below
+            # The checkpoint of the epoch's last step comes after its validation.
+            save_now = stop_now or (checkpoint_due and not is_last)
             log_now = save_now or is_last or step % args.log_every == 0
 
             if log_now:
@@ -679,7 +688,7 @@ def main(args, world):
                 log.print_stopped(step)
                 return
             if log_now:
-                start = time.perf_counter()
+                start = time.perf_counter()  # without the time that saving took
 
         # The best model, then the checkpoint that knows how good it is
         is_best = True
@@ -695,8 +704,9 @@ def main(args, world):
         if samples_done // global_batch >= steps_per_epoch:  # else --max-steps has cut the epoch
             next_epoch += 1
             samples_done = 0
-        # Also after a resume: else the next one would go on from the older checkpoint.
-        if args.checkpoint_every > 0 or checkpoint:
+        # In a resumed run also without --checkpoint-every: else --resume would go on from the same
+        # old checkpoint again. Without a new step that one stays as it is.
+        if (args.checkpoint_every > 0 or checkpoint) and step > first_step:
             progress = {"step": step, "epoch": next_epoch, "samples_done": samples_done}
             progress["best_loss"] = best_loss
             save(args, world, model, optimizer, scaler, progress)

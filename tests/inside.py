@@ -502,14 +502,14 @@ def full_disk_in_export(script, number):
     script.common.export = export_and_fail
 
 
-def infinite_loss(script, rank, number):
-    """Of a rank's training micro-batch of that number."""
+def infinite_loss(script, rank, number, in_training=True):
+    """Of a rank's micro-batch of that number, in training or in validation."""
     summed_loss = script.summed_loss
     numbers = itertools.count(1)
 
     def infinite_once(model, batch):
         loss = summed_loss(model, batch)
-        if torch.is_grad_enabled() and next(numbers) == number and dist.get_rank() == rank:
+        if torch.is_grad_enabled() == in_training and next(numbers) == number and dist.get_rank() == rank:
             loss = loss * float("inf")
         return loss
 

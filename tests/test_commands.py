@@ -73,7 +73,6 @@ def test_every_command_is_accepted_and_its_numbers_fit():
     """By torchrun and by the script; on nodes of 8 GPUs where no number is printed. Only the LM's depend on them."""
     for command in COMMANDS:
         size, per_node = processes_of(command)
-        assert size > 1, command.printed
         if command.file in SCRIPTS:
             args = parse(command.file, *command.flags)
         if command.file == "lm_multinode.py":

@@ -1,14 +1,10 @@
 """What each of the four documents names is in its section; links inside the documentation lead somewhere; tables
 render."""
 
-import math
 import re
 import shlex
 
-import pytest
 from conftest import ROOT
-
-from inside import LM_STRATEGIES, lm_num_parameters
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Names from the documents, by the section of docs/from-the-documents.md that follows a document: who searches that
@@ -121,77 +117,3 @@ def test_every_table_renders():
             if not (is_ruler and same and rows):
                 wrong.append(f"{page.name}: {head}")
     assert count > 20 and not wrong
-
-
-# ---- Which strategy? -------------------------------------------------------------------------------------------------
-# By what the third column of the README's table says: what must have room in a GPU.
-ENOUGH_MEMORY = {
-    "each GPU: its share of the state, and all parameters": lambda share, share_of_all, parameters: share + parameters,
-    "each GPU: its share of the state": lambda share, share_of_all, parameters: share,
-    "each node: the whole state; each GPU: its share of that, and all parameters": (
-        lambda share, share_of_all, parameters: share + parameters
-    ),
-    "each node: the whole state": lambda share, share_of_all, parameters: share,
-    "all nodes together: the state": lambda share, share_of_all, parameters: share_of_all,
-}
-
-
-def chosen_by_the_table(state, parameters, per_node, nodes, memory, gbits):
-    """The strategies that the first row that is true names. DILOCO learns otherwise: with it stands a hybrid, that of
-    the first row above whose memory is enough."""
-    section = re.search(r"^## Which strategy\?\n(.+?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)[1]
-    rows = re.findall(r"^\| (one|several) \| (.*?) ?\| (.+?) \| (.+) \|$", section, re.M)
-    assert len(rows) == 6
-    hybrids = []
-    for where, speed, condition, take in rows:
-        if (where == "one") != (nodes == 1):
-            continue
-        names = [name for name in re.findall(r"`(\w+)`", take) if name in LM_STRATEGIES]
-        if names == ["DILOCO"]:
-            if gbits < 25:
-                return hybrids
-            continue
-        if ENOUGH_MEMORY[condition](state / per_node, state / per_node / nodes, parameters) > memory:
-            continue
-        if speed == "25 or more" and gbits < 25:
-            hybrids = hybrids or names
-            continue
-        return names
-
-
-def fastest_by_the_formulas(state, parameters, per_node, nodes, memory, gbits, link_gbytes):
-    """Those of docs/multi-node.md, in bf16 with one micro-batch: of what fits, what sends for the shortest time. On one
-    node hybrids are the same as the others."""
-    size = per_node * nodes
-    gradients = 2 * parameters  # bytes: they are sent in fp32
-    replicas = 2 * (nodes - 1) / nodes * gradients / per_node
-    of_all, of_node = (size - 1) / size, (per_node - 1) / per_node
-    ways = {  # what a process holds, what it sends in its ring, and what to other replicas
-        "SHARD_GRAD_OP": (state / size + parameters, of_all * (parameters + gradients), 0),
-        "FULL_SHARD": (state / size, of_all * (2 * parameters + gradients), 0),
-        "NO_SHARD": (state + parameters, of_all * 2 * gradients, 0),
-    }
-    if nodes > 1:
-        ways["_HYBRID_SHARD_ZERO2"] = (state / per_node + parameters, of_node * (parameters + gradients), replicas)
-        ways["HYBRID_SHARD"] = (state / per_node, of_node * (2 * parameters + gradients), replicas)
-
-    seconds = {}
-    for name, (held, in_ring, to_replicas) in ways.items():
-        leaves_node = in_ring if nodes > 1 and to_replicas == 0 else to_replicas * per_node
-        stays = in_ring - leaves_node / per_node if to_replicas == 0 else in_ring
-        if held <= memory:
-            seconds[name] = stays / (link_gbytes * 1e9) + leaves_node * 8 / (gbits * 1e9)
-    return min(seconds, key=seconds.get)
-
-
-@pytest.mark.parametrize("model", ["150m", "1b", "7b"])
-def test_the_table_of_strategies_takes_the_fastest_by_the_formulas(model):
-    """One node of eight H100, of eight and of two RTX 4090 over PCIe 4, and two nodes of eight H100. That the tool
-    counts what the formulas say is in test_will_it_fit.py."""
-    count = lm_num_parameters(model, 32_000)
-    machines = [(8, 1, 80, math.inf, 450), (8, 1, 24, math.inf, 25), (2, 1, 24, math.inf, 25)]
-    machines += [(8, 2, 80, gbits, 450) for gbits in (10, 100, 400)]
-    for per_node, nodes, gigabytes, gbits, link_gbytes in machines:
-        machine = (16 * count, 2 * count, per_node, nodes, 0.9 * gigabytes * 2**30, gbits)
-        if 16 * count / (per_node * nodes) < machine[4]:  # else nothing fits
-            assert fastest_by_the_formulas(*machine, link_gbytes) in chosen_by_the_table(*machine), machine

@@ -164,7 +164,8 @@ def test_t5_resumes_with_dropout_in_any_epoch(version, t5_runs):
 
 
 def test_the_best_model_stays_the_best_after_a_resume(t5, tmp_path):
-    """A step further on the model is worse, and is not exported."""
+    """A step further on the model is worse, and is not exported. Where no step is left, the checkpoint is not written
+    again: a kill in the middle would leave none."""
     flags = (*t5, "--epochs", 1, "--lr", 1, "--checkpoint-every", 1000, "--resume", "--output-dir", tmp_path)
     launch("t5_fsdp.py", *flags, "--max-steps", 2)
     exported = (tmp_path / "best" / "model.safetensors").read_bytes()
@@ -172,6 +173,11 @@ def test_the_best_model_stays_the_best_after_a_resume(t5, tmp_path):
     _, best, worse = curve(tmp_path, "val_loss")
     assert worse > best
     assert (tmp_path / "best" / "model.safetensors").read_bytes() == exported
+
+    saved = {file: file.stat().st_mtime_ns for file in checkpoint(tmp_path, 3).iterdir()}
+    finished = launch("t5_fsdp.py", *flags, "--max-steps", 3)
+    assert "no step is left" in finished.stdout
+    assert {file: file.stat().st_mtime_ns for file in checkpoint(tmp_path, 3).iterdir()} == saved
 
 
 @pytest.mark.long
@@ -213,6 +219,14 @@ def test_a_loss_that_is_not_finite_stops_all_and_is_not_saved(lm, tmp_path):
     flags = (*lm, "--log-every", 10, "--output-dir", tmp_path)
     refuse("lm_multinode.py", *flags, words=["--lr"], processes=2, change=("infinite_loss", 1, 5))
     assert finished_checkpoints(tmp_path) == [2]
+
+
+@pytest.mark.long
+def test_a_validation_loss_that_is_not_finite_is_not_saved(t5, tmp_path):
+    """That after the first epoch."""
+    flags = (*t5, "--checkpoint-every", 1000, "--output-dir", tmp_path)
+    refuse("t5_fsdp.py", *flags, words=["--lr"], change=("infinite_loss", 0, 2, False))
+    assert curve(tmp_path, "val_loss") and not finished_checkpoints(tmp_path)
 
 
 @pytest.mark.long
@@ -309,8 +323,8 @@ MATCHED = {
     },
     "t5_fsdp.py": {
         **{"--model": "t5", "--dataset": "a.csv", "--text-column": "body", "--summary-column": "abstract"},
-        **{"--max-summary-share": 0.5, "--num-train-samples": 32, "--max-source-length": 64},
-        **{"--max-target-length": 20, "--seed": 7, "--lr": 0.5, "--gamma": 0.5},
+        **{"--max-summary-share": 0.5, "--num-train-samples": 32, "--num-validation-samples": 5},
+        **{"--max-source-length": 64, "--max-target-length": 20, "--seed": 7, "--lr": 0.5, "--gamma": 0.5},
     },
 }
 

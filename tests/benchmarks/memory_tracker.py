@@ -86,7 +86,7 @@ class Tracker(TorchDispatchMode):
         self.alive_bytes -= size
 
     def gathered_bytes(self) -> int:
-        return sum(storage.nbytes() for storage in self.gathered.values())
+        return sum(map(torch.UntypedStorage.nbytes, self.gathered.values()))
 
     def bytes_by_kind(self) -> dict[str, int]:
         found = dict.fromkeys(KINDS, 0)

@@ -57,6 +57,7 @@ import transformers
 from memory_tracker import KINDS, Tracker
 from shared import ROOT, print_table
 from step_time import GPUS, Gpu, Kernels
+from tqdm import tqdm
 
 GIB = 2**30
 USABLE = 0.9  # of a GPU's memory: the rest is for what is not counted
@@ -175,6 +176,8 @@ class Run:
         self.script = load_script(path)
         self.options = options
         self.args = self.script.parse_args()
+        if not hasattr(self.args, "precision"):
+            fail("only t5_fsdp.py, lm_multinode.py and copies of them are traced")
         if getattr(self.args, "fsdp_version", 2) != 2:
             fail("FSDP1 is not traced; leave --fsdp-version out")
         if self.args.precision == "auto":
@@ -221,7 +224,7 @@ class Run:
             if self.args.run_validation:
                 print(f"not counted: validation, which generates with --test-batch-size {self.args.test_batch_size}")
         if self.would_compile:
-            print("traced without --compile, with which a step takes less memory, less time and fewer kernels")
+            print("traced without --compile, whose kernels are fewer and take less time and memory")
         if self.args.cpu_offload:
             print("not counted: the time of --cpu-offload, of its copies and of the optimizer on the CPU")
 
@@ -297,11 +300,12 @@ class Run:
         return gb | {"sum, GiB": sum(gb.values()), "at": f"{tracker.phases[peak]}, {tracker.operations[peak]}"}
 
     def cost(self, gpu: Gpu = GPUS["H100"]) -> dict:
-        """The bytes that a process sends in a step, and the kernels that its GPU runs."""
+        """The bytes that a process holds at its peak and sends in a step, and the kernels that its GPU runs."""
         sending = Sending(self.world.local_size)
         kernels = Kernels(gpu)
-        self.step(modes=(sending, kernels))
+        tracker = self.step(modes=(sending, kernels))
         found = {"inside": sending.inside, "between": sending.between, "kernels": kernels, "flops": kernels.flops}
+        found["peak"] = max(tracker.totals)
         if self.outer:
             synchronizing = Sending(self.world.local_size)
             with self.fake, synchronizing:
@@ -376,14 +380,13 @@ def compare(options, flags: list[str]) -> None:
     device_gb = options.device_gb or gpu.memory_gb
     rows = []
     tables = {gbits: [] for gbits in options.network_gbits}
-    for strategy in load_script(options.script).RESHARD:
+    for strategy in tqdm(load_script(options.script).RESHARD, "trace", leave=False, disable=None):
         with traced(options.script, [*flags, "--sharding-strategy", strategy], options) as run:
-            peak = run.peak()
             cost = run.cost(gpu)
             kernels = cost["kernels"]
             replicas, shards = run.script.mesh_shape(run.args, run.world) if run.is_lm else (1, run.size)
-        fits = peak <= USABLE * device_gb * GIB
-        row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GiB": peak / GIB}
+        fits = cost["peak"] <= USABLE * device_gb * GIB
+        row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GiB": cost["peak"] / GIB}
         row[f"fits {device_gb:g} GB with a tenth to spare"] = "yes" if fits else "no"
         row |= {"inside, GiB": cost["inside"] / GIB, "between, GiB": cost["between"] / GIB}
         rows.append(row | {"TFLOP": cost["flops"] / 1e12})
