@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str):
-        fail(f"{message} (--help lists every flag)")  # once, and not from every process
+        fail(f"{message} (--help lists every flag)")  # which lets rank 0 speak for all
 
 
 def positive_int(text: str) -> int:
@@ -107,7 +107,7 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=non_negative_int,
-        help="steps between checkpoints, and one at the end of an epoch or run; 0: if stopped",
+        help="steps between checkpoints, and one at the end of an epoch or run; 0: when stopped",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
@@ -120,9 +120,9 @@ TIMEOUT = timedelta(minutes=10)
 # The same where others wait for one process to download, to tokenize or to write a model.
 PATIENT_TIMEOUT = timedelta(hours=6)
 
-# When one rank fails, so do the others, which wait for it in a collective. The first cause is most
-# often on rank 0, so it reports at once. The others wait so many seconds, in which torchrun mostly
-# ends them: one error is printed, not one from each rank.
+# Seconds that ranks other than 0 wait before they print an error. When one rank fails, those that
+# wait for it in a collective fail too. Mostly rank 0 knows the cause and prints it; torchrun then
+# ends the others while they wait, so that one error is printed, not one from each rank.
 HEAD_START = 10
 
 # How DataLoaders start their workers. On Linux the default of Python 3.14, a fork server, would go
@@ -176,7 +176,7 @@ def run(main, args):
     except Exception:
         fail(traceback.format_exc(), code=1)
 
-    # The `cleanup` of the tutorials. A model that outlives its process group can abort Python.
+    # First the model: if it outlives its process group, that can abort Python.
     gc.collect()
     dist.destroy_process_group()
 
@@ -184,7 +184,7 @@ def run(main, args):
 def fail(message: str, code: int = 2):
     """Print an error on stderr and end this process at once."""
     if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun may end the wait
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that torchrun can end the sleep
         if StopRequest.received and code == 1:
             os._exit(code)  # most likely torchrun is ending all, and another rank has said why
         time.sleep(HEAD_START)
@@ -213,7 +213,7 @@ def start_processes(count: int, *more_flags: str):
         torchrun(command)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            # Was one killed? By SIGTERM torchrun ends those that wait for it.
+            # Name a process that was killed. SIGTERM does not count: torchrun sends it to the rest.
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
                 # Without memory, Linux kills by SIGKILL.
                 name = signal.Signals(-failure.exitcode).name
@@ -221,7 +221,7 @@ def start_processes(count: int, *more_flags: str):
         sys.exit(max(1, error.get_first_failure()[1].exitcode))  # the process has printed why
     except SignalException as error:
         sys.exit(128 + error.sigval)
-    finally:  # torchrun leaves its own behind, which raise SignalException
+    finally:  # torchrun leaves its own handlers, which raise SignalException
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -281,8 +281,8 @@ def setup(accelerator: torch.device | None) -> World:
     store = dist.HashStore()  # where a single process is its own group
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one. Two ports further: torchrun's is odd, and
-        # Linux gives even ones to outgoing connections, so the next one may be in use.
+        # (pytorch#135712), so rank 0 serves a new one, two ports further. Not one: a free port that
+        # torchrun picks on Linux is odd, and the even one after it may serve another connection.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
@@ -329,16 +329,17 @@ def start_workers(loader: DataLoader):
     """`iter(loader)`, whose workers outlive the signals that a terminal or a cluster sends to all
     processes: the step that is under way still needs them.
 
-    Do not keep what it returns in a global variable: at its end Python would wait for the workers,
-    for ever.
+    Do not keep the iterator in a global variable, or Python waits for the workers for ever when it
+    exits.
     """
     if loader.num_workers == 0:
         return iter(loader)
 
     loader.multiprocessing_context = WORKER_START
-    # Python starts this one with the first worker, and then no longer blocks any signal. So first:
+    # To start multiprocessing's resource tracker unblocks the signals. So start it here, before the
+    # first worker would do it below.
     resource_tracker.ensure_running()
-    # What is started while signals are blocked never gets them. This process gets them later.
+    # Processes that start while signals are blocked never get them. This process gets them later.
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -409,7 +410,7 @@ def describe_state(meta_model, shards: int, world, offload=False, extra_bytes=0)
     this alone does not fit.
 
     AdamW in fp32 holds 12 bytes beside each weight that is trained: the gradient and two moments.
-    extra_bytes: what else is held for each of them.
+    extra_bytes: further bytes for each weight that is trained.
     """
     num_parameters = 0
     num_trained = 0
@@ -426,7 +427,7 @@ def describe_state(meta_model, shards: int, world, offload=False, extra_bytes=0)
         device_module = torch.get_device_module(world.device)
         if hasattr(device_module, "get_device_properties"):
             memory = device_module.get_device_properties(world.device).total_memory
-        else:  # not first: get_memory_info fails on many Intel GPUs
+        else:  # the second choice: get_memory_info fails on many Intel GPUs
             memory = torch.accelerator.get_memory_info(world.device)[1]
         processes_per_device = math.ceil(world.local_size / torch.accelerator.device_count())
         memory /= processes_per_device
@@ -447,7 +448,7 @@ class Log:
         self.is_rank0 = world.rank == 0
         self.device = world.device
         self.path = folder / "metrics.jsonl"
-        self.run = time.strftime("%Y-%m-%d-%H-%M-%S")  # the tutorial's get_date_of_run
+        self.run = time.strftime("%Y-%m-%d-%H-%M-%S")
         self.start = time.time()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -527,8 +528,8 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
 
 
 def training_state(model, optimizer, world, extra, replica: int) -> tuple[dict, list]:
-    """The tensors of a checkpoint (all else would be pickled), and the optimizer's param_groups,
-    which are not saved: `set_state_dict` asks for them. A collective."""
+    """What to save, by name: tensors only, as all else would be pickled. And the optimizer's
+    param_groups, which are not saved, but which `set_state_dict` needs. A collective."""
     weights, moments = get_state_dict(model, optimizer)
     random_state = {"cpu": torch.get_rng_state()}
     if world.device.type != "cpu":
@@ -538,8 +539,8 @@ def training_state(model, optimizer, world, extra, replica: int) -> tuple[dict, 
         f"optimizer{replica}": moments["state"],
         random_key(world): random_state,
     }
-    # Under the rank's own name: of plain tensors, which are no DTensors, with the same name
-    # torch.distributed.checkpoint keeps those of one rank.
+    # torch.distributed.checkpoint takes plain tensors of one name to be the same on all ranks, and
+    # saves one rank's. These are not, so their name has the rank.
     if extra is not None:
         state[f"extra{world.rank}"] = extra
     return state, moments["param_groups"]
@@ -554,9 +555,9 @@ def random_key(world) -> str:
 def save_checkpoint(folder: Path, progress: dict, model, optimizer, world, extra=None, replica=0):
     """Save `checkpoints/step-N`, every rank its own shards, and keep the newest 2. A collective.
 
-    progress: what JSON can hold, the same on all ranks. The last two are DiLoCo's, whose replicas
-    have different weights. replica: the number of the one that this rank belongs to. extra: more
-    tensors of this rank, by name.
+    progress: what JSON can hold, the same on all ranks. `extra` and `replica` are for DiLoCo, where
+    groups of ranks, its replicas, have different weights. replica: the number of this rank's group.
+    extra: more tensors of this rank, by name.
     """
     path = folder / "checkpoints" / f"step-{progress['step']:07d}"
     try:
@@ -567,7 +568,7 @@ def save_checkpoint(folder: Path, progress: dict, model, optimizer, world, extra
         state, _ = training_state(model, optimizer, world, extra, replica)
         dcp.save(state, checkpoint_id=path, process_group=world.patient_group)
     except (OSError, dcp.api.CheckpointException) as error:
-        # Said in the message, because of a full disk PyTorch may only say "unexpected pos".
+        # For the message: when the disk is full, PyTorch may only say "unexpected pos".
         free = shutil.disk_usage(folder).free / 2**30
         shutil.rmtree(path, ignore_errors=True)  # half of one would keep a full disk full
         cause = last_line(error)  # above it are the tracebacks of all ranks
@@ -659,17 +660,18 @@ def load_weights(model, full_model, world, offload: bool):
 
 
 def export(model, meta_model, tokenizer, folder: Path, world):
-    """Gather the weights on rank 0's CPU and save them for `from_pretrained`. A collective.
+    """Gather the weights on rank 0's CPU and save them for `from_pretrained`. A collective, which
+    takes the place of FSDP1's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
 
-    meta_model: the same model on the meta device, before it was wrapped and sharded. The successor
-    of the tutorial's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
+    meta_model: the model on the meta device, neither wrapped nor sharded. It writes the files.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
 
     if world.rank == 0:
         for name, source in meta_model.all_tied_weights_keys.items():
-            if torch.equal(weights[name], weights[source]):  # not so for FLAN-T5's output layer
+            # FLAN-T5's output layer is listed as tied, too, but has weights of its own.
+            if torch.equal(weights[name], weights[source]):
                 weights[name] = weights[source]  # one tensor, which is saved once
 
         meta_model.generation_config = model.generation_config
@@ -746,8 +748,8 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     """
     import datasets  # here, as the scripts without text need not wait for it
 
-    # Functions inside this one, on purpose. datasets looks for cached results by the code of such a
-    # function, but by the name of an imported one: after an edit you would get the old results.
+    # Keep these functions inside this one. datasets finds cached results by the code of a local
+    # function, but by the name of an imported one: an edit would go unnoticed.
     def clean(row: dict) -> dict:
         # WikiHow has stray commas (arXiv:1810.09305).
         text = re.sub(r"(^|\n)\s*,", r"\1", str(row[text_column] or "")).strip()

@@ -21,10 +21,10 @@ OpenDiLoCo's (arXiv:2407.07852), which has a batch of 512. Nobody has run them t
 has 149 million parameters in its layers, and 215 million with the vocabulary of that tokenizer.
 
 Where it departs: texts are packed into full sequences (its code pads each to 1,024 tokens), the
-global batch counts the processes, gradients are sent after the last micro-batch (its code sends
-them after all others, by mistake), every decoder layer is a unit (not the whole model), the
-learning rate has a schedule, and its strategies, names of FSDP1, are FSDP2's meshes (t5_fsdp.py has
-both versions).
+global batch counts the processes, gradients are sent after the last micro-batch (its code, by
+mistake, sends them after each but the last), every decoder layer is sharded by itself (not the
+model as a whole), the learning rate has a schedule, and the strategies, which have FSDP1's names,
+are made with FSDP2 (t5_fsdp.py has both versions).
 """
 
 import contextlib
@@ -76,6 +76,10 @@ AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
+# A unit is a group of parameters that FSDP gathers and frees together. Every decoder layer is one.
+# So are the embedding, and the last norm with the output layer, unless these share their weights.
+# What remains is the root unit.
+
 # The dtype to gather parameters and compute in. Gradients are reduced in fp32, as many processes
 # add up many small numbers; the optimizer's shards are always fp32.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -94,18 +98,15 @@ RESHARD = {
 }
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")
 
-# Every decoder layer is a unit, and so are the embedding and the output layer, unless they share
-# their weights, which then belong to the root unit.
-
 
 def shard(args, world, config) -> nn.Module:
-    """The model with its units, each parameter a DTensor of which this process has a shard. A
-    collective."""
+    """The model, each parameter a DTensor of which this process has a shard. A collective: every
+    rank must call the function."""
     full_model = None
     if world.rank == 0:
         full_model = load_model(args, config)  # on the CPU
-    dist.barrier(world.patient_group)  # the others wait, for a download if need be
-    model = make_meta_model(config)  # no device ever holds the whole model
+    dist.barrier(world.patient_group)  # the others wait, if need be hours for a download
+    model = make_meta_model(config)  # shapes only: the whole model need not fit a device
     layers = prepare_layers(args, model)
 
     mesh = make_mesh(args, world)
@@ -121,8 +122,8 @@ def shard(args, world, config) -> nn.Module:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     for modules in embedding_and_head(model):
-        # Not freed after forward: backward begins with the head, and would gather the embedding
-        # for nothing.
+        # Not freed after forward: backward begins with the output layer, and does not need the
+        # embedding, which it would gather for nothing.
         fully_shard(modules, reshard_after_forward=False, **options)
     fully_shard(model, **options)
 
@@ -135,8 +136,7 @@ def shard(args, world, config) -> nn.Module:
 
 
 def make_mesh(args, world):
-    """The document's `devices_mesh`: one dimension to shard over, or two, replicas x shards. A
-    collective."""
+    """One dimension, to shard over, or two, replicas x shards. A collective."""
     replicas, shards = mesh_shape(args, world)
     is_hybrid = args.sharding_strategy in HYBRIDS
     if replicas == 1 and not is_hybrid:
@@ -182,7 +182,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     if args.compile:
         for layer in layers:
             layer.compile()  # FSDP's hooks stay outside the graphs
-        # The loss, see CrossEntropy: one pass over the logits, and no copies of them in fp32
+        # The loss is a module, too, see CrossEntropy. Compiled, it makes no fp32 copies of logits.
         cross_entropy.compile()
 
     if args.activation_checkpointing:
@@ -202,8 +202,8 @@ def build(args, world, config):
 def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """One step of the optimizer on this rank's part of the global batch. A collective.
 
-    Returns this rank's summed loss and the gradient norm, both on the device (reading a number
-    would wait for it), and the position in this rank's data.
+    Returns this rank's summed loss and the gradient norm, as tensors on the device, because reading
+    a number would make the host wait for it; and the position in this rank's data.
     """
     num_micro_batches = args.global_batch_size // (args.micro_batch_size * world.size)
     global_targets = args.global_batch_size * args.seq_length
@@ -220,8 +220,8 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
-        # gradient of the mean over the global batch, as if one process held it. (With DILOCO FSDP's
-        # ranks are those of a replica, so it is the mean over the replica's part of the batch.)
+        # gradient of the mean over the global batch, as if one process held it. (With DILOCO FSDP
+        # divides by the ranks of a replica. What is left is the mean over its part of the batch.)
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -237,10 +237,10 @@ class OuterOptimizer:
     def __init__(self, args, world, model):
         mesh = make_mesh(args, world)
         self.args = args
-        self.replicas = mesh.get_group("replicate")
-        self.own_replica = mesh.get_group("shard")
-        self.replica = mesh.get_local_rank("replicate")
-        # Of this rank's shards. The weights are views: to write into them is to change the model.
+        self.replicate_group = mesh.get_group("replicate")  # the ranks with the same shards
+        self.shard_group = mesh.get_group("shard")  # the ranks of this replica
+        self.replica_number = mesh.get_local_rank("replicate")
+        # This rank's shards, as views: to write into them is to change the model.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.weights = [parameter.detach().to_local() for parameter in trained]
         self.shared = self.flat_weights()
@@ -256,8 +256,8 @@ class OuterOptimizer:
         from where it leads. A collective."""
         beta = self.args.outer_momentum
         gradient = self.shared - self.flat_weights()
-        dist.all_reduce(gradient, group=self.replicas)
-        gradient.div_(self.replicas.size())
+        dist.all_reduce(gradient, group=self.replicate_group)
+        gradient.div_(self.replicate_group.size())
         self.momentum.mul_(beta).add_(gradient)
         gradient.add_(self.momentum, alpha=beta)
         self.shared.sub_(gradient, alpha=self.args.outer_lr)
@@ -270,7 +270,7 @@ class OuterOptimizer:
         """`extra` and `replica` for `common`'s save_checkpoint and load_checkpoint. Replicas count
         from 1, because 0 is a run without DiLoCo."""
         tensors = {"shared": self.shared, "momentum": self.momentum}
-        return {"extra": tensors, "replica": 1 + self.replica}
+        return {"extra": tensors, "replica": 1 + self.replica_number}
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -378,16 +378,16 @@ def load_config_and_tokenizer(args, world, source) -> tuple:
         config.bos_token_id = None
         config.eos_token_id = tokenizer.eos_token_id
         config.max_position_embeddings = args.seq_length
+    config._attn_implementation = ATTENTION
     check_config(args, config, tokenizer)
     return config, tokenizer
 
 
 def check_config(args, config, tokenizer):
     """Raise UserError where this script cannot train such a model on these sequences."""
-    config._attn_implementation = ATTENTION
     try:
         model = make_meta_model(config)
-        layers_of(model)
+        layers_of(model)  # raises AttributeError where such a part is missing
         embedding_and_head(model)
     except (ValueError, AttributeError) as error:
         raise common.UserError(
@@ -406,7 +406,7 @@ def check_config(args, config, tokenizer):
 
 
 # These functions are not inside of others, because they are pickled: for all ranks and, on macOS,
-# for the workers of DataLoaders. (Streams have no cache that an edit would have to renew.)
+# for the workers of DataLoaders.
 
 
 def is_own(row: dict, number: int, rank: int, size: int) -> bool:
@@ -448,6 +448,8 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
     common.check_path("--dataset", name)
     column = args.text_column
     is_json = re.search(r"\.jsonl?(\.\w+)?$", name)
+    if len(args.dataset) > 1 and not (is_json or name.endswith(".parquet")):
+        raise ValueError("several must be files")
     stream = {"split": "train", "streaming": True}
     if name == "builtin":
         rows = datasets.Dataset.from_dict({column: builtin_texts()})
@@ -485,7 +487,8 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
 
 @contextlib.contextmanager
 def name_dataset_in_errors(args):
-    """For errors in reading it. A worker's comes with its traceback: the last line counts."""
+    """Errors in reading the dataset become UserErrors that name it. A worker's error has a whole
+    traceback as its text, of which the last line counts."""
     try:
         yield
     except (OSError, EOFError, ValueError, KeyError, zlib.error) as error:
@@ -538,7 +541,7 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
     """Yield micro-batches of this rank's own texts, pass after pass, on its device, each with the
     position after it. A worker process packs ahead."""
     # 64 files on 8 processes: each reads 8 of them. 3 files on 8 processes: each reads all, and
-    # keeps every eighth text. (There `split_dataset_by_node` would split the packed sequences: each
+    # keeps every eighth text. (There `split_dataset_by_node` would choose only after packing: each
     # process would tokenize all texts.)
     if source.num_shards % world.size == 0:
         own = split_dataset_by_node(source, world.rank, world.size)
@@ -562,7 +565,8 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
         num_workers=1,  # not 2: `IterableDataset.iter` would give every batch to both
         prefetch_factor=8,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
-        generator=torch.Generator(),  # the global one is dropout's: resuming would not be exact
+        # It draws a seed. From the global generator that would change dropout after a resume.
+        generator=torch.Generator(),
     )
     with name_dataset_in_errors(args):
         for batch, position in common.start_workers(loader):
@@ -616,11 +620,11 @@ PEAK_TFLOPS = {
 
 
 def mfu_per_token_per_second(args, world, meta_model) -> float:
-    """To multiply a speed in tokens/s by: gives MFU, the share of all GPUs' peak FLOP/s that is
-    used. 0 where the peak is unknown.
+    """MFU is this number times the tokens/s: the share of all GPUs' peak FLOP/s that the model
+    uses. 0 where the peak is unknown.
 
-    By PaLM's appendix B (arXiv:2204.02311), but without the parameters of an embedding that is not
-    the output layer too: looking up computes nothing.
+    By PaLM's appendix B (arXiv:2204.02311). An embedding counts only if it is also the output
+    layer, because looking up computes nothing.
     """
     peak_tflops = args.peak_tflops
     if peak_tflops == 0 and world.device.type == "cuda":
@@ -731,7 +735,7 @@ def parse_args():
     add = parser.add_argument_group("training").add_argument
     add("--max-steps", default=500, type=at_least_1, help="steps of the optimizer")
     add("--micro-batch-size", default=4, type=at_least_1, help="sequences in a process at once")
-    add("--global-batch-size", default=0, type=at_least_0, help="of all processes; 0: 16 or more")
+    add("--global-batch-size", default=0, type=at_least_0, help="sequences in a step; 0: about 16")
     add("--lr", default=0.0, type=number, help="the highest; 0: 5e-3 for tiny, 4e-4 for others")
     add("--warmup-steps", default=20, type=at_least_0, help="steps to the highest learning rate")
     add("--weight-decay", default=0.1, type=number, help="of all weights")
@@ -791,7 +795,9 @@ def resume(
 
 def main(args, world):
     log = common.Log(world, args.output_dir)
-    checkpoint = common.find_checkpoint(args.output_dir, args.resume)
+    checkpoint = None
+    if not args.compare_strategies:
+        checkpoint = common.find_checkpoint(args.output_dir, args.resume)
     args.precision = common.choose_precision(args.precision, world.device)
     smallest_batch = args.micro_batch_size * world.size
     if args.global_batch_size == 0:
@@ -806,7 +812,8 @@ def main(args, world):
     source_and_held_out = [None, None]
     with name_dataset_in_errors(args):
         if world.rank == 0:
-            # The first is a stream: it says how to read texts, and has none that would be sent.
+            # The first is a stream. What is sent says how to read its texts, not the texts, except
+            # for the small `builtin`.
             source_and_held_out = list(load_texts(args))
         dist.broadcast_object_list(source_and_held_out, group=world.patient_group)
         source, held_out = source_and_held_out
@@ -850,13 +857,13 @@ def main(args, world):
     batches = batches_on_device(args, world, source, tokenizer, position)
 
     # Train
-    local_steps = 1  # between those at which all processes meet: without DiLoCo, at each
+    sync_every = 1  # all processes wait for each other after so many steps
     log_group = None
     when_to_stop = "after this step"
     if outer:
-        local_steps = args.local_steps
-        log_group = outer.own_replica  # a line shows the first replica
-        when_to_stop = f"after the next step that is a multiple of {local_steps}"
+        sync_every = args.local_steps
+        log_group = outer.shard_group  # a line shows the first replica
+        when_to_stop = f"after the next step that is a multiple of {sync_every}"
     stop = common.StopRequest(world, when_to_stop)
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
     totals = torch.zeros(2, device=world.device)  # since the last line: summed loss, its tokens
@@ -872,13 +879,13 @@ def main(args, world):
         totals[0] += loss_sum
         totals[1] += step_tokens / world.size
 
-        # DiLoCo's replicas wait for each other only when they synchronize.
-        at_sync_step = is_due(args, step, local_steps)
+        # In between, DiLoCo's replicas wait for each other only where a checkpoint is saved.
+        at_sync_step = is_due(args, step, sync_every)
         if outer and at_sync_step:
             optimizer.zero_grad()  # makes room for the outer gradient
             outer.step()
         stop_now = at_sync_step and stop.on_any_rank()
-        # At the end of a resumed run, too: else --resume would go on from the older one again.
+        # At the end of a resumed run, too, or the next --resume would start where this one did.
         ends_resumed_run = checkpoint is not None and step == args.max_steps
         save_now = stop_now or ends_resumed_run or is_due(args, step, args.checkpoint_every)
         # DiLoCo's replicas are one model only where they have just synchronized.

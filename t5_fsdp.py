@@ -18,9 +18,10 @@ articles in two to three minutes on two cores.
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
 https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html. Where it departs:
 losses are means over real target tokens (the tutorial learns padding, too), texts begin with T5's
-"summarize: ", gradients are clipped at norm 1, the articles of a step have similar lengths (no
-`DistributedSampler`), each article is validated once, the best model is a Hugging Face folder, and
-FSDP2 is the default. docs/from-the-documents.md lists what in the tutorial's code no longer runs.
+"summarize: ", gradients are clipped at norm 1, the articles of a step have similar lengths
+(`split_epoch`, not `DistributedSampler`), each article is validated once, the best model is a
+Hugging Face folder, and FSDP2 is the default. docs/from-the-documents.md lists what in the
+tutorial's code no longer runs.
 """
 
 import argparse
@@ -73,7 +74,9 @@ transformers.logging.disable_progress_bar()
 
 # A unit is a group of parameters that FSDP gathers and frees together. Here each T5Block is one.
 # What remains is the root unit, above all the embedding, which encoder, decoder and output layer
-# share. Functions that call themselves "a collective" must be called by every rank.
+# share.
+
+# Where a docstring says "A collective", every rank must call the function.
 
 # The dtype to gather parameters and compute in, and the dtype to reduce gradients in. The shards
 # that the optimizer updates are always fp32.
@@ -106,8 +109,8 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
     full_model = None
     if world.rank == 0:
         full_model = load_model(args, world, config)  # on the CPU
-    dist.barrier(world.patient_group)  # the others wait, for a download if need be
-    model = make_meta_model(config)  # no device ever holds the whole model
+    dist.barrier(world.patient_group)  # the others wait, if need be hours for a download
+    model = make_meta_model(config)  # shapes only: the whole model need not fit a device
     layers = prepare_layers(args, model)
 
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
@@ -125,7 +128,7 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
-            # No other way: in place of the next unit, name one that is gathered already.
+            # FSDP2 cannot switch it off. But a unit that prefetches itself is gathered already.
             unit.set_modules_to_backward_prefetch([unit])
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
@@ -177,13 +180,14 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     sharding. Returns the units."""
     layers = layers_of(model)
     if args.compile:
-        # All layers count together, and compile for encoder and decoder, training and validation.
+        # All T5Blocks share this limit, and need graphs for encoder and decoder, training and
+        # validation.
         torch._dynamo.config.recompile_limit = 32
         for layer in layers:
             # FSDP's hooks stay outside the graphs. Not with dynamic=True: then T5's constants, such
             # as its number of buckets, are unknowns too, and Inductor fails.
             layer.compile()
-        # The loss, see CrossEntropy: one pass over the logits, and no copies of them in fp32
+        # The loss is a module, too, see CrossEntropy. Compiled, it makes no fp32 copies of logits.
         cross_entropy.compile()
 
     if args.activation_checkpointing:
@@ -193,8 +197,8 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
 
 
 def build(args, world, config):
-    """The sharded model, its optimizer, which must see the shards, and the scaler of fp16's losses.
-    A collective."""
+    """The sharded model, its optimizer and the scaler of fp16's losses. The optimizer comes after
+    sharding, because it must see the shards. A collective."""
     if args.fsdp_version == 2:
         model = shard_with_fsdp2(args, world, config)
     else:
@@ -214,8 +218,8 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
     """One step of the optimizer. `batch` is this rank's part of the global batch: one micro-batch,
     or --accumulation-steps of them. A collective.
 
-    Returns this rank's [summed loss, target tokens, source and target tokens] and the gradient
-    norm, both as tensors: to read a number would wait for the device.
+    Returns this rank's [summed loss, number of target tokens, number of all tokens] and the
+    gradient norm, both as tensors on the device: to read a number would make the host wait for it.
     """
     num_targets = (batch["labels"] != -100).sum()
     global_targets = num_targets.clone()
@@ -249,8 +253,8 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
 
 
 def gradient_sync(args, world, model, is_last: bool):
-    """Only the last micro-batch sends gradients. Between the others, ZeRO-2's parameters stay
-    gathered. Called before each one: FSDP2 is told by flags, FSDP1 by the context it returns."""
+    """The context of a micro-batch: only the last one of a step sends gradients, and until then
+    ZeRO-2's parameters stay gathered. For FSDP2 this sets flags; the context itself is FSDP1's."""
     if args.fsdp_version == 2:
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
@@ -265,8 +269,8 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     """Cross-entropy, summed over the real target tokens of a batch: one number. A collective, as
     every forward of a sharded model is."""
     labels = batch["labels"]
-    # Four dimensions, to be added to the scores of attention. transformers would read a mask of
-    # two dimensions on the host, which would wait for the device in every forward. (In bf16 the
+    # In four dimensions, as attention adds it to its scores. Of a mask in two transformers would
+    # check the values on the host, which would wait for the device in every forward. (In bf16 the
     # minimum becomes -inf. That is harmless, as no article is empty.)
     is_text = batch["attention_mask"][:, None, None, :] > 0
     attention_mask = torch.where(is_text, 0.0, torch.finfo(torch.float32).min)
@@ -304,8 +308,8 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     if args.fsdp_version == 2:
         return model.generate(**options)
 
-    # generate() bypasses the root's forward(), which would gather the root's parameters.
-    # summon_full_params does, but in fp32: hence autocast.
+    # generate() bypasses the root's forward(), so the root is gathered here; the layers gather
+    # themselves. summon_full_params gives fp32, and autocast makes that agree with the layers.
     dtype = PRECISIONS[args.precision][0]
     device_type = batch["input_ids"].device.type
     with (
@@ -340,15 +344,15 @@ def make_meta_model(config) -> nn.Module:
     """The model on the meta device: shapes, no memory."""
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
-        # from_config ties the output layer to the embedding. FLAN-T5's is not tied. What tells it
-        # in its config: what the decoder puts out is not scaled.
+        # from_config ties the output layer to the embedding. FLAN-T5's is not tied, which
+        # transformers remembers only as scale_decoder_outputs=False.
         if not getattr(config, "scale_decoder_outputs", True):
             model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     return model
 
 
 def load_config_and_tokenizer(args, world, articles) -> tuple:
-    """Those of a pretrained model, or of one small enough to learn the built-in articles."""
+    """The config and the tokenizer of --model. Those of `builtin` are made for the articles."""
     if args.model == "builtin":
         first = articles[:4000]
         texts = first["text"] + first["summary"]
@@ -426,7 +430,8 @@ def split_epoch(args, world, lengths: torch.Tensor, epoch: int) -> list[list[int
     shuffled = torch.randperm(len(lengths), generator=generator)[: num_steps * global_batch]
 
     # Padding is wasted work, so samples of similar length share a step. They are sorted within
-    # parts of the epoch: sorted as a whole, each epoch would have the same steps.
+    # parts of the epoch: sorted as a whole, each epoch would have the same steps. A part has 50
+    # steps, or a quarter of a short epoch.
     steps_in_part = max(1, min(50, num_steps // 4))
     steps = []
     for part in shuffled.split(steps_in_part * global_batch):
@@ -447,7 +452,8 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
         collate_fn=collate,
         num_workers=2 if has_accelerator else 0,
         pin_memory=has_accelerator,
-        generator=torch.Generator(),  # the global one is dropout's: resuming would not be exact
+        # It draws a seed. From the global generator that would change dropout after a resume.
+        generator=torch.Generator(),
     )
     for batch in common.start_workers(loader):
         yield {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
@@ -531,7 +537,7 @@ def parse_args():
     add("--summary-column", default="headline", help="of the dataset, with their summaries")
     add("--num-train-samples", default=8000, type=at_least_0, help="at most; 0 for all")
     add("--num-validation-samples", default=300, type=at_least_0, help="at most; 0 for all")
-    add("--max-summary-share", default=0.75, type=number, help="leave out longer summaries")
+    add("--max-summary-share", default=0.75, type=number, help="largest length of summary / text")
     add("--max-source-length", default=512, type=at_least_1, help="tokens kept of an article")
     add("--max-target-length", default=150, type=at_least_1, help="tokens of a summary, at most")
 
@@ -638,9 +644,9 @@ def main(args, world):
     steps_per_epoch = len(train_set) // global_batch
     steps_left = (args.epochs + 1 - progress["epoch"]) * steps_per_epoch
     steps_left -= samples_done // global_batch
-    num_steps = step + steps_left  # of all epochs
+    num_steps = step + steps_left  # of all epochs, whatever --max-steps is
     if steps_left <= 0 or 0 < args.max_steps <= step:
-        # The loop below then only validates and saves the model.
+        # No return: after a stop at the end of an epoch its validation is still to come.
         log.print("         no step is left; to train on, raise --epochs or --max-steps")
 
     # Train
@@ -690,7 +696,7 @@ def main(args, world):
             if log_now:
                 start = time.perf_counter()  # without the time that saving took
 
-        # The best model, then the checkpoint that knows how good it is
+        # Export the best model, then save the checkpoint, which knows how good that one is
         is_best = True
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
@@ -704,8 +710,8 @@ def main(args, world):
         if samples_done // global_batch >= steps_per_epoch:  # else --max-steps has cut the epoch
             next_epoch += 1
             samples_done = 0
-        # In a resumed run also without --checkpoint-every: else --resume would go on from the same
-        # old checkpoint again. Without a new step that one stays as it is.
+        # In a resumed run also without --checkpoint-every, or the next --resume would start where
+        # this one did. Never without a new step, as that would write over its checkpoint.
         if (args.checkpoint_every > 0 or checkpoint) and step > first_step:
             progress = {"step": step, "epoch": next_epoch, "samples_done": samples_done}
             progress["best_loss"] = best_loss

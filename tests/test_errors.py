@@ -42,6 +42,7 @@ USUAL = [
     ("t5_fsdp.py --backward-prefetch post", 1, "--backward-prefetch", "--fsdp-version 1"),
     ("lm_multinode.py --dataset absent*.jsonl", 1, "--dataset", "absent*.jsonl"),
     ("lm_multinode.py --dataset empty", 1, "--dataset empty"),
+    ("lm_multinode.py --dataset builtin c4", 1, "--dataset builtin c4", "files"),
     ("lm_multinode.py --model gpt2", 1, "--model gpt2", "docs/your-model-and-data.md"),
     ("lm_multinode.py --tokenizer no-end", 1, "no-end", "end-of-text"),
     ("lm_multinode.py --dataset articles.csv", 1, "--dataset articles.csv", ".jsonl"),

@@ -298,9 +298,10 @@ def chosen_by_the_table(state, parameters, per_node, nodes, memory, gbits):
 def test_the_table_of_strategies_takes_what_the_tool_finds_the_fastest(model):
     """On a node of eight H100 (NVLink) or eight RTX 4090 (PCIe 4), and on two nodes of eight H100 at 10, 100 and 400
     Gbit/s. Activations are few, so that the largest model fits the smallest machine."""
-    one_sequence = ("--seq-length", 1024, "--micro-batch-size", 1, "--activation-checkpointing")
+    one_sequence = ("--seq-length", 1024, "--micro-batch-size", 1)
     for nodes, machines in (1, [("H100", None), ("RTX4090", None)]), (2, [("H100", gbits) for gbits in (10, 100, 400)]):
-        flags = ("--model", model, "--num-processes", 8 * nodes, *one_sequence)
+        size = 8 * nodes
+        flags = ("--model", model, "--num-processes", size, *one_sequence, "--global-batch-size", size)
         costs = {}
         for strategy in LM_STRATEGIES:
             is_hybrid = "HYBRID" in strategy  # on one node they are the same as two others
@@ -310,7 +311,7 @@ def test_the_table_of_strategies_takes_what_the_tool_finds_the_fastest(model):
                 costs[strategy] = run.cost()  # computing is the same for all
                 count = run.model.num_parameters()
         state, parameters = 16 * count, 2 * count
-        activations = costs["FULL_SHARD"]["peak"] - state / (8 * nodes)
+        activations = costs["FULL_SHARD"]["peak"] - state / size
 
         for name, gbits in machines:
             usable = 0.9 * GPUS[name].memory_gb * 2**30
