@@ -247,7 +247,10 @@ def test_pretrained_models_are_read_trained_and_exported(tmp_path):
 
 @pytest.mark.long
 def test_strategies_are_compared(tmp_path, tiny_llama):
-    """A row for each, least memory first: the state by its shards; the share of the peak by PaLM's formula."""
+    """A row for each, least memory first: the state by its shards; the share of the peak by PaLM's formula. That the
+    folder has a checkpoint does not matter."""
+    (tmp_path / "checkpoints" / "step-0000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-0000001" / ".metadata").touch()
     processes, shards = 4, 2
     flags = (*SMALL_LM, "--model", tiny_llama, "--compare-strategies", "--peak-tflops", 0.5, "--no-save-model")
     flags += ("--shards-per-replica", shards, "--output-dir", tmp_path)

@@ -1,7 +1,6 @@
 """The predicted peak of a training step is what a real one holds: every tensor that is alive, to 1%."""
 
 import json
-import math
 import re
 import shutil
 from argparse import Namespace
@@ -15,7 +14,7 @@ from conftest import ROOT, run_many
 from step_time import ATTENTION_SHARE, FP32_ATTENTION_SHARE, GPUS, MEMORY_SHARE, PRODUCTS_SHARE, Kernels
 from test_recipes import patched
 
-from inside import LM_READS_THE_LOSS, LM_STRATEGIES, LM_WIDER
+from inside import LM_READS_THE_LOSS, LM_WIDER
 
 TOOL = "tests/benchmarks/will_it_fit.py"
 GPU = Namespace(vocabulary=32_000, per_node=8, attention="gpu")
@@ -255,72 +254,3 @@ def test_an_edited_copy_is_traced_and_a_read_is_named_with_its_line(tmp_path):
     finished = run_many(TOOL, [[copy]], check=False)
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
     assert re.search(r"lm_multinode.py, line \d+ .*: loss_sum \+= loss.item\(\)$", finished.stderr, re.M)
-
-
-# ---- Which strategy? -------------------------------------------------------------------------------------------------
-# By what the third column of the README's table says: what must have room in a GPU.
-ENOUGH_MEMORY = {
-    "each GPU: its share of the state, and all parameters": lambda share, share_of_all, parameters: share + parameters,
-    "each GPU: its share of the state": lambda share, share_of_all, parameters: share,
-    "each node: the whole state; each GPU: its share of that, and all parameters": (
-        lambda share, share_of_all, parameters: share + parameters
-    ),
-    "each node: the whole state": lambda share, share_of_all, parameters: share,
-    "all nodes together: the state": lambda share, share_of_all, parameters: share_of_all,
-}
-
-
-def chosen_by_the_table(state, parameters, per_node, nodes, memory, gbits):
-    """The strategies that the first row that is true names. DILOCO learns otherwise: with it stands a hybrid, that of
-    the first row above whose memory is enough."""
-    section = re.search(r"^## Which strategy\?\n(.+?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)[1]
-    rows = re.findall(r"^\| (one|several) \| (.*?) ?\| (.+?) \| (.+) \|$", section, re.M)
-    assert len(rows) == 6
-    hybrids = []
-    for where, speed, condition, take in rows:
-        if (where == "one") != (nodes == 1):
-            continue
-        names = [name for name in re.findall(r"`(\w+)`", take) if name in LM_STRATEGIES]
-        if names == ["DILOCO"]:
-            if gbits < 25:
-                return hybrids
-            continue
-        if ENOUGH_MEMORY[condition](state / per_node, state / per_node / nodes, parameters) > memory:
-            continue
-        if speed == "25 or more" and gbits < 25:
-            hybrids = hybrids or names
-            continue
-        return names
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["150m", "1b", "7b"])
-def test_the_table_of_strategies_takes_what_the_tool_finds_the_fastest(model):
-    """On a node of eight H100 (NVLink) or eight RTX 4090 (PCIe 4), and on two nodes of eight H100 at 10, 100 and 400
-    Gbit/s. Activations are few, so that the largest model fits the smallest machine."""
-    one_sequence = ("--seq-length", 1024, "--micro-batch-size", 1)
-    for nodes, machines in (1, [("H100", None), ("RTX4090", None)]), (2, [("H100", gbits) for gbits in (10, 100, 400)]):
-        size = 8 * nodes
-        flags = ("--model", model, "--num-processes", size, *one_sequence, "--global-batch-size", size)
-        costs = {}
-        for strategy in LM_STRATEGIES:
-            is_hybrid = "HYBRID" in strategy  # on one node they are the same as two others
-            if strategy == "DILOCO" or (is_hybrid and nodes == 1):
-                continue
-            with will_it_fit.traced("lm_multinode.py", [*flags, "--sharding-strategy", strategy], GPU) as run:
-                costs[strategy] = run.cost()  # computing is the same for all
-                count = run.model.num_parameters()
-        state, parameters = 16 * count, 2 * count
-        activations = costs["FULL_SHARD"]["peak"] - state / size
-
-        for name, gbits in machines:
-            usable = 0.9 * GPUS[name].memory_gb * 2**30
-            rows = []
-            for strategy, cost in costs.items():
-                row = {"strategy": strategy, "fits": cost["peak"] <= usable}
-                rows.append(row | will_it_fit.bounds(run, cost, GPUS[name], gbits))
-            [fastest] = [
-                row["strategy"] for row in will_it_fit.mark_the_fastest(rows) if "<-" in row["what takes the time"]
-            ]
-            chosen = chosen_by_the_table(state, parameters, 8, nodes, usable - activations, gbits or math.inf)
-            assert fastest in chosen, (name, gbits)
