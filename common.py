@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str):
-        fail(f"{message} (--help lists every flag)")  # which lets rank 0 speak for all
+        fail(f"{message} (--help lists every flag)")  # from one rank, not from each
 
 
 def positive_int(text: str) -> int:
@@ -84,7 +84,7 @@ def non_negative_float(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:  # nan is not
+    if not 0 <= number < math.inf:  # false for nan, too
         raise argparse.ArgumentTypeError(f"{text} is not a number of 0 or more")
     return number
 
@@ -107,7 +107,7 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=non_negative_int,
-        help="steps between checkpoints, and one at the end of an epoch or run; 0: when stopped",
+        help="save every so many steps, and after each epoch or run; 0: only when stopped",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
@@ -176,20 +176,22 @@ def run(main, args):
     except Exception:
         fail(traceback.format_exc(), code=1)
 
-    # First the model: if it outlives its process group, that can abort Python.
+    # `main` has returned. Its model must be gone before the process group, or Python may abort.
     gc.collect()
     dist.destroy_process_group()
 
 
 def fail(message: str, code: int = 2):
-    """Print an error on stderr and end this process at once."""
+    """Print an error on stderr and end this process at once. code: 2 for a user's mistake, in one
+    line; 1 for a crash, with its traceback."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that torchrun can end the sleep
         if StopRequest.received and code == 1:
-            os._exit(code)  # most likely torchrun is ending all, and another rank has said why
+            # A crash after SIGTERM: most likely torchrun is ending all, as another rank has failed.
+            os._exit(code)
         time.sleep(HEAD_START)
 
-    if code == 2:  # one line, where a traceback has many
+    if code == 2:
         message = " ".join(message.split())
     with contextlib.suppress(OSError):  # nobody reads it, after `| head` for example
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
@@ -218,7 +220,8 @@ def start_processes(count: int, *more_flags: str):
                 # Without memory, Linux kills by SIGKILL.
                 name = signal.Signals(-failure.exitcode).name
                 sys.exit(f"{Path(sys.argv[0]).name}: error: process {rank} was killed by {name}")
-        sys.exit(max(1, error.get_first_failure()[1].exitcode))  # the process has printed why
+        # The process has printed why. Its code is negative where torchrun has ended it.
+        sys.exit(max(1, error.get_first_failure()[1].exitcode))
     except SignalException as error:
         sys.exit(128 + error.sigval)
     finally:  # torchrun leaves its own handlers, which raise SignalException
@@ -278,16 +281,17 @@ def setup(accelerator: torch.device | None) -> World:
         # TF32 on NVIDIA GPUs from Ampere on: faster fp32 products, with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high")
 
-    store = dist.HashStore()  # where a single process is its own group
+    store = dist.HashStore()  # without torchrun: one process
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one, two ports further. Not one: a free port that
-        # torchrun picks on Linux is odd, and the even one after it may serve another connection.
+        # (pytorch#135712), so rank 0 serves a new one, two ports further. Linux gives odd ports to
+        # who listens, as torchrun does, and even ones to outgoing connections: the next one may be
+        # in use.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
-    # Once: each group costs every process a socket or two for each other process.
+    # Made once, for all uses: a group costs each process a socket or two for each other process.
     patient_group = dist.new_group(backend="gloo", timeout=PATIENT_TIMEOUT)
     return World(rank, local_rank, size, local_size, device, patient_group)
 
@@ -304,7 +308,10 @@ def first_on_node(world):
 
 
 class StopRequest:
-    """A cluster's SIGTERM, or Ctrl-C: the run saves and leaves. `when` tells the user when."""
+    """Remembers a cluster's SIGTERM, or Ctrl-C. The training loop asks on_any_rank(), saves, ends.
+
+    when: what follows "stopping", which is printed at once.
+    """
 
     received = False  # of the class: `fail` asks too
 
@@ -336,10 +343,9 @@ def start_workers(loader: DataLoader):
         return iter(loader)
 
     loader.multiprocessing_context = WORKER_START
-    # To start multiprocessing's resource tracker unblocks the signals. So start it here, before the
-    # first worker would do it below.
-    resource_tracker.ensure_running()
     # Processes that start while signals are blocked never get them. This process gets them later.
+    # Starting multiprocessing's resource tracker unblocks them, so the first worker must not do it.
+    resource_tracker.ensure_running()
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -475,9 +481,9 @@ class Log:
                 file.write(json.dumps(record) + "\n")
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, speed: float, **more):
-        """Print and record a training step: means since the last one, the gradient norm of this
-        one, `speed` in tokens/s, the peak of memory. `more`: other numbers, by name. Call it on
-        every rank."""
+        """Print and record a training step: means since the last printed one, its gradient norm,
+        `speed` in tokens/s, the peak of memory. `more`: other numbers, by name. Call it on every
+        rank."""
         memory = peak_memory(self.device)
         reset_peak_memory(self.device)
         line = (
@@ -516,7 +522,7 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     newest = [found[-1]]
     dist.broadcast_object_list(newest)  # as rank 0 sees it
 
-    # On several nodes torchrun counts a restart only where a process was lost.
+    # On several nodes torchrun counts a restart only where a process was lost: so add them up.
     restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
     dist.all_reduce(restarts)
     if newest[0] and not resume and restarts == 0:
@@ -529,26 +535,27 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
 
 def training_state(model, optimizer, world, extra, replica: int) -> tuple[dict, list]:
     """What to save, by name: tensors only, as all else would be pickled. And the optimizer's
-    param_groups, which are not saved, but which `set_state_dict` needs. A collective."""
+    param_groups, which are not saved, but which `set_state_dict` needs. `replica` is 0 without
+    DiLoCo. A collective."""
     weights, moments = get_state_dict(model, optimizer)
     random_state = {"cpu": torch.get_rng_state()}
     if world.device.type != "cpu":
         random_state["device"] = torch.get_device_module(world.device).get_rng_state()
+    # torch.distributed.checkpoint saves a plain tensor from one rank, as if all had the same one.
+    # Random state and `extra` differ, so their names have the rank.
     state = {
         f"model{replica}": weights,
         f"optimizer{replica}": moments["state"],
         random_key(world): random_state,
     }
-    # torch.distributed.checkpoint takes plain tensors of one name to be the same on all ranks, and
-    # saves one rank's. These are not, so their name has the rank.
     if extra is not None:
         state[f"extra{world.rank}"] = extra
     return state, moments["param_groups"]
 
 
 def random_key(world) -> str:
-    """The name of this rank's random state in a checkpoint. With another number of processes, or on
-    another kind of device, a run finds none of its own."""
+    """The name of this rank's random state in a checkpoint. It has the number of processes and the
+    kind of device: if these have changed, no random state is found, and none is loaded."""
     return f"random{world.rank}of{world.size}{world.device.type}"
 
 
@@ -618,7 +625,7 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         if f"{random_key(world)}.cpu" not in saved:
-            del state[random_key(world)]  # not loaded: random_state stays what it is now
+            del state[random_key(world)]  # not loaded: below, random_state is set to what it is
 
         # Loading into a model of fewer parameters would succeed, in silence.
         prefix = f"model{replica}."
@@ -626,7 +633,7 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
         saved_names = [name for name in saved if name.startswith(prefix)]
         if shapes != {name: saved[name].size for name in saved_names}:
             raise UserError(
-                f"{path} is of another model or strategy; resume with the one it was made with"
+                f"{path} has other weights, of another model or strategy; resume with that one"
             )
         # In place: weights, random_state and the rest then have the saved values.
         dcp.load(state, checkpoint_id=path, process_group=world.patient_group)
@@ -663,7 +670,7 @@ def export(model, meta_model, tokenizer, folder: Path, world):
     """Gather the weights on rank 0's CPU and save them for `from_pretrained`. A collective, which
     takes the place of FSDP1's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
 
-    meta_model: the model on the meta device, neither wrapped nor sharded. It writes the files.
+    meta_model: the model on the meta device, neither wrapped nor sharded, for `save_pretrained`.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
@@ -748,8 +755,8 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     """
     import datasets  # here, as the scripts without text need not wait for it
 
-    # Keep these functions inside this one. datasets finds cached results by the code of a local
-    # function, but by the name of an imported one: an edit would go unnoticed.
+    # Nested on purpose. datasets finds cached results by the code of a nested function. Of others,
+    # in an imported file as this is, it only knows the name: an edit would go unnoticed.
     def clean(row: dict) -> dict:
         # WikiHow has stray commas (arXiv:1810.09305).
         text = re.sub(r"(^|\n)\s*,", r"\1", str(row[text_column] or "")).strip()
@@ -768,7 +775,7 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     check_path("--dataset", name)
     if kind is None and Path(name).is_file():
         raise UserError(f"--dataset {name} is none of {', '.join(kinds)}")
-    hub_name, _, config = name.partition(":")
+    hub_name, _, config = name.partition(":")  # NAME, or NAME:CONFIG
     source = {"path": hub_name, "name": config or None}
     if kind:
         source = {"path": kind, "data_files": name}

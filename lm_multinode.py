@@ -85,8 +85,8 @@ AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # All strategies: FSDP1's names, and DILOCO. In FSDP2 each is two facts: the mesh (see mesh_shape),
-# and reshard_after_forward, which frees parameters after forward and gathers them again for
-# backward, except for the root unit. Ordered by the memory of a process, roughly the least first.
+# and reshard_after_forward, which frees the layers' parameters after forward and gathers them again
+# for backward. Ordered by the memory of a process, roughly the least first.
 # docs/multi-node.md has what each of them sends.
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for each forward and each backward
@@ -122,9 +122,10 @@ def shard(args, world, config) -> nn.Module:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     for modules in embedding_and_head(model):
-        # Not freed after forward: backward begins with the output layer, and does not need the
-        # embedding, which it would gather for nothing.
+        # Not freed after forward. Backward begins with the output layer. It does not need the
+        # embedding, but would gather it all the same.
         fully_shard(modules, reshard_after_forward=False, **options)
+    # The root unit: with tied weights embedding and norm, else nothing. FSDP needs it all the same.
     fully_shard(model, **options)
 
     for module in model.modules():
@@ -142,7 +143,8 @@ def make_mesh(args, world):
     if replicas == 1 and not is_hybrid:
         return init_device_mesh(world.device.type, (world.size,))
 
-    # The last dimension counts fastest: neighbours, on one node, are the shards of a replica.
+    # Hybrids have both even with one replica: DiLoCo asks for them by name. The last dimension
+    # counts fastest: neighbours, on one node, are the shards of a replica.
     names = ("replicate", "shard")
     return init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=names)
 
@@ -176,8 +178,8 @@ def embedding_and_head(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
-    """What --compile and --activation-checkpointing do to the layers. To be called before
-    sharding. Returns the units."""
+    """What --compile and --activation-checkpointing do to the layers, and to the loss. To be called
+    before sharding. Returns the units."""
     layers = layers_of(model)
     if args.compile:
         for layer in layers:
@@ -186,7 +188,8 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         cross_entropy.compile()
 
     if args.activation_checkpointing:
-        # FSDP goes around the wrapper: inside of it, recomputing would gather the layer once more.
+        # FSDP goes around these wrappers. The other way round, recomputing would gather the layer a
+        # second time.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
     return layers_of(model)  # not `layers`: the wrappers have taken their places
 
@@ -214,14 +217,14 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         micro_batch, data_position = next(batches)
         is_last = number == num_micro_batches - 1
 
-        # Only the last micro-batch sends gradients. Until then each process adds up those of the
-        # whole model, under every strategy, and ZeRO-2's parameters stay gathered.
+        # Only the last micro-batch sends gradients. Until then each process keeps those of all
+        # parameters, under every strategy, and ZeRO-2's parameters stay gathered.
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
         # gradient of the mean over the global batch, as if one process held it. (With DILOCO FSDP
-        # divides by the ranks of a replica. What is left is the mean over its part of the batch.)
+        # divides by the ranks of a replica; world.size / these / all targets is 1 / the replica's.)
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -243,8 +246,8 @@ class OuterOptimizer:
         # This rank's shards, as views: to write into them is to change the model.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.weights = [parameter.detach().to_local() for parameter in trained]
-        self.shared = self.flat_weights()
-        self.momentum = torch.zeros_like(self.shared)
+        self.synced = self.flat_weights()  # as last synchronized: the same in all replicas
+        self.momentum = torch.zeros_like(self.synced)
 
     def flat_weights(self) -> torch.Tensor:
         """A copy in one tensor: on a slow network each all-reduce would cost a round trip."""
@@ -252,24 +255,24 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def step(self):
-        """The gradient is what the replicas shared, minus the mean of what they have now. All go on
-        from where it leads. A collective."""
+        """The outer gradient is the weights of the last synchronization, minus the mean of what the
+        replicas have now. One step with it gives what all of them go on from. A collective."""
         beta = self.args.outer_momentum
-        gradient = self.shared - self.flat_weights()
+        gradient = self.synced - self.flat_weights()
         dist.all_reduce(gradient, group=self.replicate_group)
         gradient.div_(self.replicate_group.size())
         self.momentum.mul_(beta).add_(gradient)
         gradient.add_(self.momentum, alpha=beta)
-        self.shared.sub_(gradient, alpha=self.args.outer_lr)
+        self.synced.sub_(gradient, alpha=self.args.outer_lr)
 
-        parts = self.shared.split([weight.numel() for weight in self.weights])
+        parts = self.synced.split([weight.numel() for weight in self.weights])
         for weight, part in zip(self.weights, parts, strict=True):
             weight.copy_(part.view_as(weight))
 
     def state(self) -> dict:
-        """`extra` and `replica` for `common`'s save_checkpoint and load_checkpoint. Replicas count
-        from 1, because 0 is a run without DiLoCo."""
-        tensors = {"shared": self.shared, "momentum": self.momentum}
+        """`extra` and `replica` for `common`'s save_checkpoint and load_checkpoint. There replicas
+        count from 1, because `model0` is a run without DiLoCo."""
+        tensors = {"synced": self.synced, "momentum": self.momentum}
         return {"extra": tensors, "replica": 1 + self.replica_number}
 
 
@@ -292,7 +295,7 @@ cross_entropy = CrossEntropy()
 
 # ---- Model and data ----------------------------------------------------------------------------
 
-# What --model trains from the start. Vocabulary and positions are set later.
+# What --model trains from random weights. Vocabulary and positions are set later.
 MODELS = {
     "tiny": LlamaConfig(
         hidden_size=128,
@@ -395,8 +398,8 @@ def check_config(args, config, tokenizer):
             " docs/your-model-and-data.md says what to change"
         ) from error
 
-    # ATTENTION has no sliding window: no sequence may be longer than the model's.
-    window = getattr(config, "sliding_window", None) or args.seq_length
+    # ATTENTION ignores sliding windows: a sequence must fit into one.
+    window = getattr(config, "sliding_window", None) or math.inf
     longest = min(window, config.max_position_embeddings)
     if len(tokenizer) > config.vocab_size or args.seq_length > longest:
         raise common.UserError(
@@ -441,15 +444,15 @@ def builtin_texts() -> list[str]:
 def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
     """A stream of texts that knows its position, and those that are held out to validate.
 
-    It lists the dataset's files and reads the first, so only rank 0 calls it: of the many processes
-    of a large run the Hub would refuse most.
+    It lists the dataset's files and reads the first. Only rank 0 calls it: if all processes of a
+    large run asked the Hub, it would refuse most of them.
     """
     name = args.dataset[0]
     common.check_path("--dataset", name)
     column = args.text_column
     is_json = re.search(r"\.jsonl?(\.\w+)?$", name)
     if len(args.dataset) > 1 and not (is_json or name.endswith(".parquet")):
-        raise ValueError("several must be files")
+        raise ValueError("only .jsonl and .parquet files can be several")
     stream = {"split": "train", "streaming": True}
     if name == "builtin":
         rows = datasets.Dataset.from_dict({column: builtin_texts()})
@@ -533,7 +536,7 @@ class Batches(IterableDataset):
                 yield batch, self.sequences.state_dict()
         except UnicodeDecodeError as error:  # a worker cannot hand this kind to its parent
             raise ValueError(str(error)) from error
-        # The texts are repeated for ever, unless this rank has none.
+        # `repeat` ends only where a whole pass has no text.
         raise ValueError("too few texts for each process to have one")
 
 
@@ -541,8 +544,8 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
     """Yield micro-batches of this rank's own texts, pass after pass, on its device, each with the
     position after it. A worker process packs ahead."""
     # 64 files on 8 processes: each reads 8 of them. 3 files on 8 processes: each reads all, and
-    # keeps every eighth text. (There `split_dataset_by_node` would choose only after packing: each
-    # process would tokenize all texts.)
+    # keeps every eighth text. (There `split_dataset_by_node` would drop the other processes' texts
+    # only at the end, after `pack`: each process would tokenize all of them.)
     if source.num_shards % world.size == 0:
         own = split_dataset_by_node(source, world.rank, world.size)
     else:
@@ -565,7 +568,8 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
         num_workers=1,  # not 2: `IterableDataset.iter` would give every batch to both
         prefetch_factor=8,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
-        # It draws a seed. From the global generator that would change dropout after a resume.
+        # DataLoader draws a seed. Drawn from the global generator it would change dropout after a
+        # resume.
         generator=torch.Generator(),
     )
     with name_dataset_in_errors(args):
@@ -620,8 +624,8 @@ PEAK_TFLOPS = {
 
 
 def mfu_per_token_per_second(args, world, meta_model) -> float:
-    """MFU is this number times the tokens/s: the share of all GPUs' peak FLOP/s that the model
-    uses. 0 where the peak is unknown.
+    """What a token costs, as a share of what all GPUs can compute in a second. Times tokens/s it is
+    MFU, Model FLOPs Utilization. 0 where the peak is unknown.
 
     By PaLM's appendix B (arXiv:2204.02311). An embedding counts only if it is also the output
     layer, because looking up computes nothing.
@@ -691,12 +695,12 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
         optimizer.zero_grad()  # as in main
         outer = OuterOptimizer(args, world, model)
         outer.step()  # sets up communication
-        outer.shared.sum().item()  # waits for the device
+        outer.synced.sum().item()  # waits for the device
         start = time.perf_counter()
         outer.step()
-        outer.shared.sum().item()
+        outer.synced.sum().item()
         seconds += (time.perf_counter() - start) / args.local_steps
-        state_gib += (outer.shared.nbytes + outer.momentum.nbytes) / 2**30
+        state_gib += (outer.synced.nbytes + outer.momentum.nbytes) / 2**30
     return seconds, state_gib
 
 
@@ -711,7 +715,7 @@ MUST_MATCH = (
 
 
 def learning_rate(args, step: int, num_steps: int) -> float:
-    """Of step 1, 2, ... of `num_steps`: a linear warm-up, then a cosine down to a tenth."""
+    """A linear warm-up, then a cosine down to a tenth. `step` counts from 1 to `num_steps`."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
     done = (step - args.warmup_steps) / max(1, num_steps - args.warmup_steps)
@@ -745,7 +749,7 @@ def parse_args():
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="see the README")
     add("--shards-per-replica", default=0, type=at_least_0, help="of hybrids; 0: those of a node")
     add("--local-steps", default=50, type=at_least_1, help="of DILOCO, between synchronizations")
-    add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1, with momentum 0, averages")
+    add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1, and momentum 0: the mean")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO, Nesterov's")
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
@@ -812,12 +816,13 @@ def main(args, world):
     source_and_held_out = [None, None]
     with name_dataset_in_errors(args):
         if world.rank == 0:
-            # The first is a stream. What is sent says how to read its texts, not the texts, except
-            # for the small `builtin`.
             source_and_held_out = list(load_texts(args))
+        # Of the source, which is a stream, files and functions are sent, but no texts (except those
+        # of the small `builtin`).
         dist.broadcast_object_list(source_and_held_out, group=world.patient_group)
         source, held_out = source_and_held_out
         config, tokenizer = load_config_and_tokenizer(args, world, source)
+        # Packed in the same order in every run
         validation_set = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
     count = len(validation_set["labels"])
     log.print(
@@ -827,7 +832,7 @@ def main(args, world):
     # Model
     replicas, shards = mesh_shape(args, world)
     meta_model = make_meta_model(config)
-    extra_bytes = 8 if args.sharding_strategy == "DILOCO" else 0  # shared weights, their momentum
+    extra_bytes = 8 if args.sharding_strategy == "DILOCO" else 0  # synced weights, their momentum
     state = common.describe_state(meta_model, shards, world, args.cpu_offload, extra_bytes)
     log.print(f"model    {args.model}, {state}")
     log.print(
@@ -879,16 +884,18 @@ def main(args, world):
         totals[0] += loss_sum
         totals[1] += step_tokens / world.size
 
-        # In between, DiLoCo's replicas wait for each other only where a checkpoint is saved.
+        # A step at which all processes meet. Without DiLoCo each one is. With it, replicas wait for
+        # each other in between only to save a checkpoint.
         at_sync_step = is_due(args, step, sync_every)
         if outer and at_sync_step:
             optimizer.zero_grad()  # makes room for the outer gradient
             outer.step()
         stop_now = at_sync_step and stop.on_any_rank()
-        # At the end of a resumed run, too, or the next --resume would start where this one did.
+        # With --checkpoint-every 0 nothing else saves at the end of a resumed run, and the next
+        # --resume would make the same steps again.
         ends_resumed_run = checkpoint is not None and step == args.max_steps
         save_now = stop_now or ends_resumed_run or is_due(args, step, args.checkpoint_every)
-        # DiLoCo's replicas are one model only where they have just synchronized.
+        # DiLoCo's replicas are the same model only where they have just synchronized.
         validate_now = at_sync_step and is_due(args, step, args.validate_every)
         log_now = save_now or validate_now or is_due(args, step, args.log_every)
 
@@ -918,7 +925,7 @@ def main(args, world):
         if validate_now:
             validate(args, world, model, validation_set, log, step)
         if log_now:
-            start = time.perf_counter()
+            start = time.perf_counter()  # without the time of saving and validation
 
     if args.save_model:
         common.export(model, meta_model, tokenizer, args.output_dir / "model", world)

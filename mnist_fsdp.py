@@ -81,7 +81,7 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
         model,
         auto_wrap_policy=policy,
         device_id=world.device,  # units move to the device one by one as they are wrapped
-        use_orig_params=True,  # parameters keep their names and shapes
+        use_orig_params=True,  # the module still shows the single parameters
         device_mesh=init_device_mesh(world.device.type, (world.size,)),  # state dicts of DTensors
     )
 

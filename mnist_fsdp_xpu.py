@@ -81,7 +81,7 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
         auto_wrap_policy=policy,
         # XPU: "xpu:0", "xpu:1", ...; without it all stays on the CPU, and the first forward fails.
         device_id=world.device,
-        use_orig_params=True,  # parameters keep their names and shapes
+        use_orig_params=True,  # the module still shows the single parameters
         device_mesh=init_device_mesh(world.device.type, (world.size,)),  # state dicts of DTensors
     )
 

@@ -66,7 +66,7 @@ from transformers import (
 
 import common
 
-# Harmless here: nothing modifies these views in place.
+# FSDP2 warns that a unit returns a view, which must not be modified in place. Nothing does.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
 
@@ -82,9 +82,12 @@ transformers.logging.disable_progress_bar()
 # that the optimizer updates are always fp32.
 PRECISIONS = {
     "fp32": (torch.float32, torch.float32),  # the tutorial's fp32_policy
-    "bf16": (torch.bfloat16, torch.bfloat16),  # bfSixteen: half the bytes on the wire
-    "fp16": (torch.float16, torch.float16),  # fpSixteen: for V100-class GPUs; the loss is scaled
-    "grad-bf16": (torch.float32, torch.bfloat16),  # grad_bf16: half the bytes of gradients only
+    "bf16": (torch.bfloat16, torch.bfloat16),  # the tutorial's bfSixteen: half the bytes
+    "fp16": (
+        torch.float16,
+        torch.float16,
+    ),  # its fpSixteen: for V100-class GPUs; the loss is scaled
+    "grad-bf16": (torch.float32, torch.bfloat16),  # its grad_bf16: half the bytes of gradients only
 }
 
 # FSDP1's names, and FSDP2's reshard_after_forward.
@@ -128,7 +131,8 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
-            # FSDP2 cannot switch it off. But a unit that prefetches itself is gathered already.
+            # FSDP2 has no switch for this. A trick: each unit prefetches itself, which is gathered
+            # already, and no other.
             unit.set_modules_to_backward_prefetch([unit])
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
@@ -165,7 +169,7 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
         backward_prefetch=PREFETCH[args.backward_prefetch],
         cpu_offload=CPUOffload(args.cpu_offload),
         device_id=world.device,
-        use_orig_params=True,  # parameters keep their names and shapes, also for --compile
+        use_orig_params=True,  # the module still shows the single parameters; --compile needs them
         device_mesh=mesh,  # checkpoints hold DTensors, as in FSDP2
     )
 
@@ -176,22 +180,23 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
-    """What --compile and --activation-checkpointing do to the layers. To be called before
-    sharding. Returns the units."""
+    """What --compile and --activation-checkpointing do to the layers, and to the loss. To be called
+    before sharding. Returns the units."""
     layers = layers_of(model)
     if args.compile:
         # All T5Blocks share this limit, and need graphs for encoder and decoder, training and
         # validation.
         torch._dynamo.config.recompile_limit = 32
         for layer in layers:
-            # FSDP's hooks stay outside the graphs. Not with dynamic=True: then T5's constants, such
-            # as its number of buckets, are unknowns too, and Inductor fails.
+            # FSDP's hooks stay outside the graphs. Not with dynamic=True: T5's constants, such as
+            # its number of buckets, would become symbols too, and Inductor fails.
             layer.compile()
         # The loss is a module, too, see CrossEntropy. Compiled, it makes no fp32 copies of logits.
         cross_entropy.compile()
 
     if args.activation_checkpointing:
-        # FSDP goes around the wrapper: inside of it, recomputing would gather the layer once more.
+        # FSDP goes around these wrappers. The other way round, recomputing would gather the layer a
+        # second time.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
     return layers_of(model)  # not `layers`: the wrappers have taken their places
 
@@ -253,8 +258,11 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
 
 
 def gradient_sync(args, world, model, is_last: bool):
-    """The context of a micro-batch: only the last one of a step sends gradients, and until then
-    ZeRO-2's parameters stay gathered. For FSDP2 this sets flags; the context itself is FSDP1's."""
+    """For the forward and backward of a micro-batch. Only the last one of a step sends gradients,
+    and until then ZeRO-2's parameters stay gathered.
+
+    FSDP2: sets flags on the model, and returns an empty context. FSDP1: returns no_sync().
+    """
     if args.fsdp_version == 2:
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
@@ -269,8 +277,8 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     """Cross-entropy, summed over the real target tokens of a batch: one number. A collective, as
     every forward of a sharded model is."""
     labels = batch["labels"]
-    # In four dimensions, as attention adds it to its scores. Of a mask in two transformers would
-    # check the values on the host, which would wait for the device in every forward. (In bf16 the
+    # Four dimensions, as attention adds the mask to its scores. If it had two, transformers would
+    # check its values on the host, which would wait for the device in every forward. (In bf16 the
     # minimum becomes -inf. That is harmless, as no article is empty.)
     is_text = batch["attention_mask"][:, None, None, :] > 0
     attention_mask = torch.where(is_text, 0.0, torch.finfo(torch.float32).min)
@@ -308,8 +316,8 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     if args.fsdp_version == 2:
         return model.generate(**options)
 
-    # generate() bypasses the root's forward(), so the root is gathered here; the layers gather
-    # themselves. summon_full_params gives fp32, and autocast makes that agree with the layers.
+    # generate() bypasses the root's forward(), so the root is gathered here, in fp32. The layers
+    # gather themselves, in `dtype`, and autocast makes the root compute in it too.
     dtype = PRECISIONS[args.precision][0]
     device_type = batch["input_ids"].device.type
     with (
@@ -452,7 +460,8 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
         collate_fn=collate,
         num_workers=2 if has_accelerator else 0,
         pin_memory=has_accelerator,
-        # It draws a seed. From the global generator that would change dropout after a resume.
+        # DataLoader draws a seed. Drawn from the global generator it would change dropout after a
+        # resume.
         generator=torch.Generator(),
     )
     for batch in common.start_workers(loader):
@@ -480,8 +489,8 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
         batch["labels"][part >= len(articles)] = -100
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
-        first_number = part[0] - world.rank  # rank 0's: so all ranks generate, or none
-        if first_number >= num_scored:
+        rank0_first = part[0] - world.rank  # the same on all ranks: all generate, or none
+        if rank0_first >= num_scored:
             continue
 
         tokens = generate(args, model, batch)
@@ -537,7 +546,7 @@ def parse_args():
     add("--summary-column", default="headline", help="of the dataset, with their summaries")
     add("--num-train-samples", default=8000, type=at_least_0, help="at most; 0 for all")
     add("--num-validation-samples", default=300, type=at_least_0, help="at most; 0 for all")
-    add("--max-summary-share", default=0.75, type=number, help="largest length of summary / text")
+    add("--max-summary-share", default=0.75, type=number, help="summary / text, in characters")
     add("--max-source-length", default=512, type=at_least_1, help="tokens kept of an article")
     add("--max-target-length", default=150, type=at_least_1, help="tokens of a summary, at most")
 
@@ -571,8 +580,9 @@ def parse_args():
     args = parser.parse_args()
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
         parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre and none")
+    # The CPU would read the scale before its copy has come from the GPU: pytorch#176429.
     if args.precision == "fp16" and args.cpu_offload:
-        parser.error(  # the CPU would read the scale before its copy is there: pytorch#176429
+        parser.error(
             "--precision fp16 cannot scale gradients that --cpu-offload keeps on the CPU; use bf16"
             " or fp32"
         )
@@ -646,7 +656,7 @@ def main(args, world):
     steps_left -= samples_done // global_batch
     num_steps = step + steps_left  # of all epochs, whatever --max-steps is
     if steps_left <= 0 or 0 < args.max_steps <= step:
-        # No return: after a stop at the end of an epoch its validation is still to come.
+        # Not a return: after a stop on the last step of an epoch, its validation is still to come.
         log.print("         no step is left; to train on, raise --epochs or --max-steps")
 
     # Train
@@ -696,7 +706,7 @@ def main(args, world):
             if log_now:
                 start = time.perf_counter()  # without the time that saving took
 
-        # Export the best model, then save the checkpoint, which knows how good that one is
+        # Export first: the checkpoint's best_loss is that of a model which must be on the disk
         is_best = True
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
@@ -710,8 +720,8 @@ def main(args, world):
         if samples_done // global_batch >= steps_per_epoch:  # else --max-steps has cut the epoch
             next_epoch += 1
             samples_done = 0
-        # In a resumed run also without --checkpoint-every, or the next --resume would start where
-        # this one did. Never without a new step, as that would write over its checkpoint.
+        # A resumed run saves also without --checkpoint-every: else the next --resume would start
+        # where this one did. Without a new step it would write over the checkpoint it came from.
         if (args.checkpoint_every > 0 or checkpoint) and step > first_step:
             progress = {"step": step, "epoch": next_epoch, "samples_done": samples_done}
             progress["best_loss"] = best_loss

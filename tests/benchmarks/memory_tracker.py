@@ -150,7 +150,7 @@ def record_peak(script) -> None:
 
         def make_and_note(*arguments):
             outer = make_outer(*arguments)
-            outer_tensors.extend([outer.shared, outer.momentum])
+            outer_tensors.extend([outer.synced, outer.momentum])
             return outer
 
         script.OuterOptimizer = make_and_note

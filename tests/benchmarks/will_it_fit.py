@@ -215,7 +215,7 @@ class Run:
             self.optimizer.zero_grad()
             if self.is_lm and self.args.sharding_strategy == "DILOCO":
                 self.outer = self.script.OuterOptimizer(self.args, self.world, self.model)
-                self.outer_state = [self.outer.shared, self.outer.momentum]
+                self.outer_state = [self.outer.synced, self.outer.momentum]
 
     def print_what_is_left_out(self) -> None:
         """Of a language model validation takes less than a step: its batches are as large, without gradients."""
