@@ -285,8 +285,8 @@ def setup(accelerator: torch.device | None) -> World:
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
         # (pytorch#135712), so rank 0 serves a new one, two ports further. Linux gives odd ports to
-        # who listens, as torchrun does, and even ones to outgoing connections: the next one may be
-        # in use.
+        # programs that listen, such as torchrun, and even ones to outgoing connections: the next
+        # one may be in use.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None

@@ -224,7 +224,8 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
         # gradient of the mean over the global batch, as if one process held it. (With DILOCO FSDP
-        # divides by the ranks of a replica; world.size / these / all targets is 1 / the replica's.)
+        # divides by a replica's ranks only. So the mean is over the replica's part of the batch:
+        # world.size / its ranks is the number of replicas.)
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 

@@ -83,10 +83,7 @@ transformers.logging.disable_progress_bar()
 PRECISIONS = {
     "fp32": (torch.float32, torch.float32),  # the tutorial's fp32_policy
     "bf16": (torch.bfloat16, torch.bfloat16),  # the tutorial's bfSixteen: half the bytes
-    "fp16": (
-        torch.float16,
-        torch.float16,
-    ),  # its fpSixteen: for V100-class GPUs; the loss is scaled
+    "fp16": (torch.float16, torch.float16),  # its fpSixteen: for V100-class GPUs; scales the loss
     "grad-bf16": (torch.float32, torch.bfloat16),  # its grad_bf16: half the bytes of gradients only
 }
 
