@@ -8,6 +8,8 @@ One launch can run a script several times, each with other flags. Where forks wi
     torchrun --nproc_per_node 2 tests/forked.py t5_fsdp.py '[["--lr", "1"], ["--lr", "2"]]' '["no_dropout"]'
 """
 
+import contextlib
+import functools
 import gc
 import importlib
 import itertools
@@ -27,9 +29,8 @@ from unittest import mock
 FOLDER = Path(__file__).parent
 OURS = [*(path.stem for path in FOLDER.parent.glob("*.py")), "inside"]
 CONTEXT = multiprocessing.get_context("forkserver")
-# No system hands these out by itself, so one that is free stays free. Each is used once; pytest's workers share none.
-PORTS = itertools.count(os.getpid() * 97)
-FIRST_PORT = 10_000 + 2_500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
+BLOCK = 2_000  # ports for one process that runs tests
+NUMBERS = itertools.count()
 
 
 def start_server():
@@ -72,11 +73,25 @@ def run_settings(script, settings, change):
 
 
 def free_ports(count):
-    """The first of so many free ports in a row."""
+    """The first of so many free ports in a row. Each is used once, until all of the block were."""
+    first = claim_block().getsockname()[1] + 1
     while True:
-        ports = [FIRST_PORT + number % 2_500 for number in itertools.islice(PORTS, count)]
+        ports = [first + number % (BLOCK - 1) for number in itertools.islice(NUMBERS, count)]
         if ports[-1] - ports[0] == count - 1 and all(map(is_free, ports)):
             return ports[0]
+
+
+@functools.cache
+def claim_block():
+    """A socket on the first port of a block. Nobody else takes ports of this block: another worker, or another pytest,
+    claims another one, and no system hands these out by itself."""
+    for first in range(10_000, 32_000, BLOCK):
+        claim = socket.socket()
+        with contextlib.suppress(OSError):  # another process has it
+            claim.bind(("localhost", first))
+            return claim
+        claim.close()
+    raise OSError("other runs of the tests have all ports from 10,000 to 32,000")
 
 
 def is_free(port):
