@@ -107,7 +107,8 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=non_negative_int,
-        help="save every so many steps, and after each epoch or run; 0: only when stopped",
+        help="save every so many steps, after each epoch, and at the end; 0: only a run that is"
+        " stopped saves, and a resumed one at its end",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
@@ -217,7 +218,7 @@ def start_processes(count: int, *more_flags: str):
         for rank, failure in error.failures.items():
             # Name a process that was killed. SIGTERM does not count: torchrun sends it to the rest.
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-                # Without memory, Linux kills by SIGKILL.
+                # SIGKILL most often means that memory ran out.
                 name = signal.Signals(-failure.exitcode).name
                 sys.exit(f"{Path(sys.argv[0]).name}: error: process {rank} was killed by {name}")
         # The process has printed why. Its code is negative where torchrun has ended it.
@@ -284,9 +285,9 @@ def setup(accelerator: torch.device | None) -> World:
     store = dist.HashStore()  # without torchrun: one process
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one, two ports further. Linux gives odd ports to
-        # programs that listen, such as torchrun, and even ones to outgoing connections: the next
-        # one may be in use.
+        # (pytorch#135712), so rank 0 serves a new one, two ports further. The port just above
+        # torchrun's may be in use: torchrun's is odd, as Linux mostly gives odd ports to programs
+        # that listen, and even ones to outgoing connections.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
@@ -344,7 +345,8 @@ def start_workers(loader: DataLoader):
 
     loader.multiprocessing_context = WORKER_START
     # Processes that start while signals are blocked never get them. This process gets them later.
-    # Starting multiprocessing's resource tracker unblocks them, so the first worker must not do it.
+    # The first worker would start multiprocessing's resource tracker, which unblocks signals. So it
+    # is started before.
     resource_tracker.ensure_running()
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -518,25 +520,30 @@ def finished_checkpoints(folder: Path) -> list[Path]:
 def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     """The newest checkpoint, to go on from with --resume or after torchrun's restart, if there is
     one. A collective."""
-    found = [None, *finished_checkpoints(folder)]
-    newest = [found[-1]]
-    dist.broadcast_object_list(newest)  # as rank 0 sees it
-
-    # On several nodes torchrun counts a restart only where a process was lost: so add them up.
+    # Each node counts its own restarts: those after one of its processes was lost.
     restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
     dist.all_reduce(restarts)
-    if newest[0] and not resume and restarts == 0:
+    # torchrun restarts also a run that was refused, below. This file says that it stays refused.
+    refused = folder / "refused"
+    found = [None, *finished_checkpoints(folder)]
+    as_rank0_sees_it = [found[-1], restarts > 0 and not refused.exists()]
+    dist.broadcast_object_list(as_rank0_sees_it)
+    newest, goes_on = as_rank0_sees_it
+
+    if newest and not resume and not goes_on:
+        refused.touch()
         raise UserError(
             f"{folder} holds checkpoints of an earlier run; add --resume, or choose another"
             " --output-dir"
         )
-    return newest[0]
+    refused.unlink(missing_ok=True)
+    return newest
 
 
 def training_state(model, optimizer, world, extra, replica: int) -> tuple[dict, list]:
-    """What to save, by name: tensors only, as all else would be pickled. And the optimizer's
-    param_groups, which are not saved, but which `set_state_dict` needs. `replica` is 0 without
-    DiLoCo. A collective."""
+    """Returns the state to save, by name: tensors only, as all else would be pickled; and the
+    optimizer's param_groups, which are not saved, but which `set_state_dict` needs. For `extra` and
+    `replica` see `save_checkpoint`. A collective."""
     weights, moments = get_state_dict(model, optimizer)
     random_state = {"cpu": torch.get_rng_state()}
     if world.device.type != "cpu":
@@ -577,7 +584,7 @@ def save_checkpoint(folder: Path, progress: dict, model, optimizer, world, extra
     except (OSError, dcp.api.CheckpointException) as error:
         # For the message: when the disk is full, PyTorch may only say "unexpected pos".
         free = shutil.disk_usage(folder).free / 2**30
-        shutil.rmtree(path, ignore_errors=True)  # half of one would keep a full disk full
+        shutil.rmtree(path, ignore_errors=True)  # half a checkpoint would still fill the disk
         cause = last_line(error)  # above it are the tracebacks of all ranks
         raise UserError(f"could not save {path}, where {free:.3f} GiB are free: {cause}") from error
 
@@ -625,7 +632,8 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         if f"{random_key(world)}.cpu" not in saved:
-            del state[random_key(world)]  # not loaded: below, random_state is set to what it is
+            # Not saved for these processes: random_state keeps the present one, which is set below.
+            del state[random_key(world)]
 
         # Loading into a model of fewer parameters would succeed, in silence.
         prefix = f"model{replica}."
@@ -755,13 +763,14 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     """
     import datasets  # here, as the scripts without text need not wait for it
 
-    # Nested on purpose. datasets finds cached results by the code of a nested function. Of others,
-    # in an imported file as this is, it only knows the name: an edit would go unnoticed.
+    # Nested on purpose. datasets caches results under a hash of the function. Of a nested function
+    # this is a hash of its code. Of any other in an imported file it is one of its name only: an
+    # edit would go unnoticed.
     def clean(row: dict) -> dict:
         # WikiHow has stray commas (arXiv:1810.09305).
         text = re.sub(r"(^|\n)\s*,", r"\1", str(row[text_column] or "")).strip()
         summary = re.sub(r"\s*,\s*(\n|$)", r"\1", str(row[summary_column] or "")).strip()
-        # It has a row for each method of an article: "Bake Bread1", "Bake Bread2".
+        # WikiHow has a row for each method of an article: "Bake Bread1", "Bake Bread2".
         article = re.sub(r"\d+$", "", str(row.get("title") or "")) or text
         return {"text": text, "summary": summary, "article": article}
 

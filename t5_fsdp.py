@@ -128,8 +128,8 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
-            # FSDP2 has no switch for this. A trick: each unit prefetches itself, which is gathered
-            # already, and no other.
+            # FSDP2 has no switch for this. A trick: each unit is told to prefetch itself, which is
+            # gathered already, so nothing is prefetched.
             unit.set_modules_to_backward_prefetch([unit])
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
@@ -274,9 +274,9 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     """Cross-entropy, summed over the real target tokens of a batch: one number. A collective, as
     every forward of a sharded model is."""
     labels = batch["labels"]
-    # Four dimensions, as attention adds the mask to its scores. If it had two, transformers would
-    # check its values on the host, which would wait for the device in every forward. (In bf16 the
-    # minimum becomes -inf. That is harmless, as no article is empty.)
+    # The mask has the four dimensions of attention's scores, to which it is added. Of a mask of two
+    # dimensions transformers would check the values on the host, which would wait for the device in
+    # every forward. (In bf16 the minimum becomes -inf. That is harmless, as no article is empty.)
     is_text = batch["attention_mask"][:, None, None, :] > 0
     attention_mask = torch.where(is_text, 0.0, torch.finfo(torch.float32).min)
 
@@ -486,7 +486,8 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
         batch["labels"][part >= len(articles)] = -100
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
-        rank0_first = part[0] - world.rank  # the same on all ranks: all generate, or none
+        # Rank 0's first number: all ranks compare the same one, so that all generate, or none.
+        rank0_first = part[0] - world.rank
         if rank0_first >= num_scored:
             continue
 
@@ -653,7 +654,8 @@ def main(args, world):
     steps_left -= samples_done // global_batch
     num_steps = step + steps_left  # of all epochs, whatever --max-steps is
     if steps_left <= 0 or 0 < args.max_steps <= step:
-        # Not a return: after a stop on the last step of an epoch, its validation is still to come.
+        # But go on: if the last run was stopped on an epoch's last step, the loop below, without a
+        # step, makes up for the validation.
         log.print("         no step is left; to train on, raise --epochs or --max-steps")
 
     # Train
@@ -703,13 +705,13 @@ def main(args, world):
             if log_now:
                 start = time.perf_counter()  # without the time that saving took
 
-        # Export first: the checkpoint's best_loss is that of a model which must be on the disk
         is_best = True
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
             is_best = val_loss < best_loss
             if is_best:
                 best_loss = val_loss
+        # Before the checkpoint: the model that its best_loss is of must be on the disk.
         if args.save_model and is_best:
             common.export(model, meta_model, tokenizer, best_folder, world)
             log.print(f"saved    the model to {best_folder}, in place of any before it")

@@ -133,6 +133,19 @@ def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
     assert finished_checkpoints(tmp_path) == [4, 6]  # the newest two
 
 
+@pytest.mark.long
+def test_a_restart_goes_on_unless_the_run_was_refused(lm, lm_whole, tmp_path):
+    """torchrun starts all processes again, also those that have refused a folder with an earlier run's checkpoint."""
+    shutil.copytree(checkpoint(lm_whole, 4), checkpoint(tmp_path, 4))
+    flags = (*lm, "--no-save-model", "--output-dir", tmp_path)
+    for restart in "012":
+        refuse("lm_multinode.py", *flags, words=["--resume"], processes=2, TORCHELASTIC_RESTART_COUNT=restart)
+    launch("lm_multinode.py", *flags, "--resume", "--checkpoint-every", 5, change=("kill_in_save", 0, 1), check=False)
+    assert list(losses(tmp_path)) == [5]
+    launch("lm_multinode.py", *flags, TORCHELASTIC_RESTART_COUNT="1")
+    assert results(tmp_path) == results(lm_whole, since=4)
+
+
 @pytest.mark.parametrize("script, step", [("lm_multinode.py", 4), ("t5_fsdp.py", 5)])
 def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, lm_whole, t5, t5_runs, tmp_path):
     flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_runs / "whole2")
