@@ -107,8 +107,8 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=non_negative_int,
-        help="save every so many steps, after each epoch, and at the end; 0: only a run that is"
-        " stopped saves, and a resumed one at its end",
+        help="save every so many steps, after each epoch, and at the end; 0: only if the run is"
+        " stopped, or was resumed",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
@@ -285,9 +285,9 @@ def setup(accelerator: torch.device | None) -> World:
     store = dist.HashStore()  # without torchrun: one process
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one, two ports further. The port just above
-        # torchrun's may be in use: torchrun's is odd, as Linux mostly gives odd ports to programs
-        # that listen, and even ones to outgoing connections.
+        # (pytorch#135712), so rank 0 serves a new one, two ports further. Not one: a port that
+        # torchrun lets Linux choose is odd, and the even one above it may be in use, because Linux
+        # takes even ports for outgoing connections.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
@@ -322,9 +322,11 @@ class StopRequest:
         signal.signal(signal.SIGINT, self.receive)
 
     def receive(self, *_):
-        if not StopRequest.received:
-            os.write(1, self.message.encode())  # print may be at work already, in this thread
+        is_first = not StopRequest.received
         StopRequest.received = True
+        if is_first:
+            with contextlib.suppress(OSError):  # Ctrl-C has ended `| tee`, too
+                os.write(1, self.message.encode())  # print may be at work already, in this thread
 
     def on_any_rank(self) -> bool:
         """A collective, on the CPU: it does not wait for the device."""
@@ -468,9 +470,16 @@ class Log:
         self.print(f"run      {world.size} x {world.device.type}, torch {torch.__version__}")
 
     def print(self, text: str):
-        if self.is_rank0:
+        if not self.is_rank0:
+            return
+        try:
             with tqdm.external_write_mode():  # between the progress bars
                 print(text, flush=True)
+        except BrokenPipeError:
+            if not StopRequest.received:
+                raise  # nobody reads what this run prints
+            # Ctrl-C has ended `| tee`, too. Go on, to save.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     def write(self, **record):
         """Append a record. Call it on every rank, before saving: rank 0 writes, and all end if a
@@ -523,14 +532,15 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     # Each node counts its own restarts: those after one of its processes was lost.
     restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
     dist.all_reduce(restarts)
-    # torchrun restarts also a run that was refused, below. This file says that it stays refused.
+    # Where the first start is refused, below, torchrun's restart must be, too: this file says so.
     refused = folder / "refused"
-    found = [None, *finished_checkpoints(folder)]
-    as_rank0_sees_it = [found[-1], restarts > 0 and not refused.exists()]
+    is_restart = restarts > 0 and not refused.exists()
+    newest = max(finished_checkpoints(folder), default=None)
+    as_rank0_sees_it = [newest, is_restart]
     dist.broadcast_object_list(as_rank0_sees_it)
-    newest, goes_on = as_rank0_sees_it
+    newest, is_restart = as_rank0_sees_it
 
-    if newest and not resume and not goes_on:
+    if newest and not resume and not is_restart:
         refused.touch()
         raise UserError(
             f"{folder} holds checkpoints of an earlier run; add --resume, or choose another"
@@ -804,7 +814,13 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         articles = list(dict.fromkeys(article_of_row))
         if len(articles) < 2:
             raise ValueError(f"too few: {found}")
-    except (OSError, ValueError, StopIteration, datasets.exceptions.DatasetsError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        StopIteration,
+        datasets.exceptions.DatasetsError,
+    ) as error:
         columns = f"--text-column {text_column} and --summary-column {summary_column}"
         cause = str(error.__cause__ or error) or "it has no rows"  # StopIteration says nothing
         raise UserError(f"--dataset {name} with {columns} cannot be used: {cause}") from error

@@ -77,8 +77,8 @@ AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
 # A unit is a group of parameters that FSDP gathers and frees together. Every decoder layer is one.
-# So are the embedding, and the last norm with the output layer, unless these share their weights.
-# What remains is the root unit.
+# Unless embedding and output layer share their weights, two more are the embedding, and the output
+# layer with the last norm. What remains is the root unit.
 
 # The dtype to gather parameters and compute in. Gradients are reduced in fp32, as many processes
 # add up many small numbers; the optimizer's shards are always fp32.
@@ -224,8 +224,8 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
         # gradient of the mean over the global batch, as if one process held it. (With DILOCO FSDP
-        # divides by a replica's ranks only. So the mean is over the replica's part of the batch:
-        # world.size / its ranks is the number of replicas.)
+        # divides by a replica's ranks only. What is left is a factor, the number of replicas: so
+        # the mean is over the replica's own part of the batch.)
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -241,8 +241,9 @@ class OuterOptimizer:
     def __init__(self, args, world, model):
         mesh = make_mesh(args, world)
         self.args = args
-        self.replicate_group = mesh.get_group("replicate")  # the ranks with the same shards
         self.shard_group = mesh.get_group("shard")  # the ranks of this replica
+        # One rank of each replica: those that hold the same part of each parameter.
+        self.replicate_group = mesh.get_group("replicate")
         self.replica_number = mesh.get_local_rank("replicate")
         # This rank's shards, as views: to write into them is to change the model.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -448,19 +449,21 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
     It lists the dataset's files and reads the first. Only rank 0 calls it: if all processes of a
     large run asked the Hub, it would refuse most of them.
     """
+    for path in args.dataset:
+        common.check_path("--dataset", path)
     name = args.dataset[0]
-    common.check_path("--dataset", name)
     column = args.text_column
-    is_json = re.search(r"\.jsonl?(\.\w+)?$", name)
-    if len(args.dataset) > 1 and not (is_json or name.endswith(".parquet")):
-        raise ValueError("only .jsonl and .parquet files can be several")
+    is_json = all(re.search(r"\.jsonl?(\.\w+)?$", path) for path in args.dataset)
+    is_parquet = all(path.endswith(".parquet") for path in args.dataset)
+    if len(args.dataset) > 1 and not (is_json or is_parquet):
+        raise ValueError("several must be files of one kind: .jsonl or .parquet")
     stream = {"split": "train", "streaming": True}
     if name == "builtin":
         rows = datasets.Dataset.from_dict({column: builtin_texts()})
         rows = rows.to_iterable_dataset(num_shards=64)
     elif is_json:  # as text: of a broken line the json reader makes an error
         rows = datasets.load_dataset("text", data_files=args.dataset, **stream)
-    elif name.endswith(".parquet"):
+    elif is_parquet:
         rows = datasets.load_dataset("parquet", data_files=args.dataset, **stream)
     elif Path(name).is_file():
         raise ValueError("it is none of .json, .jsonl, .json.gz, .jsonl.gz, .parquet")
@@ -609,18 +612,18 @@ def validate(args, world, model, sequences: dict, log, step: int):
 
 # ---- Which strategy is fastest here? ------------------------------------------------------------
 
-# Dense bf16, by what a device's name contains; the first that fits.
+# Dense bf16, by the words in a device's name; the last that fit.
 PEAK_TFLOPS = {
-    "GB200": 2500,
-    "B200": 2250,
-    "H200 NVL": 835,
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100 NVL": 835,
-    "H100": 989,
     "A100": 312,
     "L40S": 362,
     "MI300X": 1307,
+    "H100": 989,
+    "H100 NVL": 835,
+    "H100 PCIe": 756,
+    "H200": 989,
+    "H200 NVL": 835,
+    "B200": 2250,
+    "GB200": 2500,
 }
 
 
@@ -634,8 +637,9 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     peak_tflops = args.peak_tflops
     if peak_tflops == 0 and world.device.type == "cuda":
         device_name = torch.cuda.get_device_name()
-        known = [tflops for name, tflops in PEAK_TFLOPS.items() if name in device_name]
-        peak_tflops = known[0] if known else 0
+        for name, tflops in PEAK_TFLOPS.items():
+            if re.search(rf"\b{name}\b", device_name):  # whole words: not A100 in "RTX A1000"
+                peak_tflops = tflops
     if peak_tflops == 0:
         return 0.0
 
@@ -707,8 +711,9 @@ def time_steps(args, world, config, log, batches) -> tuple[float, float]:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume refuses a checkpoint if one of these flags differs. Any other may change. (DILOCO also
-# needs as many replicas and shards as before: see `resume`.)
+# --resume refuses a checkpoint if one of these flags differs. Any other may change, but not from
+# DILOCO to another strategy, or back. (DILOCO also needs as many replicas and shards as before: see
+# `resume`.)
 MUST_MATCH = (
     "model dataset text_column tokenizer seq_length global_batch_size lr warmup_steps max_steps"
     " seed local_steps outer_lr outer_momentum"

@@ -14,8 +14,8 @@ side by side.
 Follows the notebook fsdp_tutorial.ipynb of https://github.com/AllenInstitute/distributed-vae: its
 shallow network has 1,199,882 parameters, its deep one 94,104,234, most of them in one layer. Where
 it departs: a third network has equal layers, each test image counts once (the notebook leaves some
-out), both halves see the data in the same order, memory is the peak of training (not read once,
-before backward), and FSDP2 is the default: FSDP1 is deprecated.
+out), both halves shuffle, memory is the peak of training (not read once, before backward), and
+FSDP2 is the default: FSDP1 is deprecated.
 """
 
 import ctypes
@@ -82,7 +82,8 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
         auto_wrap_policy=policy,
         device_id=world.device,  # units move to the device one by one as they are wrapped
         use_orig_params=True,  # the module still shows the single parameters
-        device_mesh=init_device_mesh(world.device.type, (world.size,)),  # state dicts of DTensors
+        # A mesh only so that state dicts hold DTensors, as under FSDP2.
+        device_mesh=init_device_mesh(world.device.type, (world.size,)),
     )
 
 
@@ -146,7 +147,7 @@ class Setting(NamedTuple):
     enough steps to be measured, too few to learn much."""
 
     make: Callable[[], nn.Module]
-    images: int  # at most, or four steps' if that is more
+    images: int  # at most; more where four steps need more
     epochs: int  # at most
     malloc_threshold: int  # see return_freed_memory
 
@@ -189,16 +190,16 @@ def load_digits(args, world) -> tuple[Dataset, Dataset]:
         return train_set, draw_digits(2000, 2 * args.seed + 1)
 
     normalized = []
-    try:
-        with common.first_on_node(world):
+    with common.first_on_node(world):
+        try:
             for is_train in (True, False):
                 digits = datasets.MNIST(args.data_dir, is_train, download=True)
                 images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
                 normalized.append(TensorDataset(images, digits.targets))
-    except Exception as error:  # torchvision's reader fails with whatever a broken file leads it to
-        raise common.UserError(
-            f"MNIST in {args.data_dir} cannot be read, nor downloaded: {error}"
-        ) from error
+        except Exception as error:  # torchvision fails with whatever a broken file leads it to
+            raise common.UserError(
+                f"MNIST in {args.data_dir} cannot be read, nor downloaded: {error}"
+            ) from error
     train_set, test_set = normalized
     count = args.num_train_samples or len(train_set)
     return Subset(train_set, range(min(count, len(train_set)))), test_set
@@ -261,7 +262,7 @@ def parse_args():
         "--num-train-samples",
         default=6400,
         type=at_least_0,
-        help="0: all; of drawn digits, layers and deep: 1280",
+        help="0: all; of drawn digits, layers and deep: 1280, or those of four steps",
     )
 
     add = parser.add_argument_group("training").add_argument
@@ -276,7 +277,7 @@ def parse_args():
     add("--lr", default=0.001, type=number, help="learning rate of Adam")
 
     add = parser.add_argument_group("FSDP").add_argument
-    add("--mode", choices=("local", "fsdp"), help="one half of the comparison; torchrun: fsdp")
+    add("--mode", choices=("local", "fsdp"), help="only this half; under torchrun fsdp")
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--min-num-params", default=20_000, type=at_least_1, help="parameters that make a unit")
     add("--print-model", action="store_true", help="print the network, with its units")

@@ -82,7 +82,8 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
         # XPU: "xpu:0", "xpu:1", ...; without it all stays on the CPU, and the first forward fails.
         device_id=world.device,
         use_orig_params=True,  # the module still shows the single parameters
-        device_mesh=init_device_mesh(world.device.type, (world.size,)),  # state dicts of DTensors
+        # A mesh only so that state dicts hold DTensors, as under FSDP2.
+        device_mesh=init_device_mesh(world.device.type, (world.size,)),
     )
 
 
@@ -159,16 +160,16 @@ def load_digits(args, world) -> tuple[Dataset, Dataset]:
         return train_set, draw_digits(2000, 2 * args.seed + 1)
 
     normalized = []
-    try:
-        with common.first_on_node(world):
+    with common.first_on_node(world):
+        try:
             for is_train in (True, False):
                 digits = datasets.MNIST(args.data_dir, is_train, download=True)
                 images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
                 normalized.append(TensorDataset(images, digits.targets))
-    except Exception as error:  # torchvision's reader fails with whatever a broken file leads it to
-        raise common.UserError(
-            f"MNIST in {args.data_dir} cannot be read, nor downloaded: {error}"
-        ) from error
+        except Exception as error:  # torchvision fails with whatever a broken file leads it to
+            raise common.UserError(
+                f"MNIST in {args.data_dir} cannot be read, nor downloaded: {error}"
+            ) from error
     train_set, test_set = normalized
     count = args.num_train_samples or len(train_set)
     return Subset(train_set, range(min(count, len(train_set)))), test_set

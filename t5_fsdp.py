@@ -128,8 +128,8 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
-            # FSDP2 has no switch for this. A trick: each unit is told to prefetch itself, which is
-            # gathered already, so nothing is prefetched.
+            # FSDP2 has no switch for this. A trick: a list of the units to prefetch replaces the
+            # default, which is the next one. The unit itself is gathered already.
             unit.set_modules_to_backward_prefetch([unit])
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
@@ -144,8 +144,8 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
     collective."""
     if args.cpu_offload and (world.size == 1 or world.device.type == "cpu"):
         raise common.UserError(
-            "FSDP1's --cpu-offload needs two GPUs or more: with one it resumes wrongly; use"
-            " --fsdp-version 2"
+            "FSDP1's --cpu-offload needs two GPUs or more: it fails on a CPU, and on one GPU it"
+            " resumes wrongly; use --fsdp-version 2"
         )
     with common.first_on_node(world):
         model = load_model(args, world, config)  # on every rank's CPU; FSDP moves it unit by unit
@@ -274,9 +274,9 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     """Cross-entropy, summed over the real target tokens of a batch: one number. A collective, as
     every forward of a sharded model is."""
     labels = batch["labels"]
-    # The mask has the four dimensions of attention's scores, to which it is added. Of a mask of two
-    # dimensions transformers would check the values on the host, which would wait for the device in
-    # every forward. (In bf16 the minimum becomes -inf. That is harmless, as no article is empty.)
+    # The mask as attention adds it to its scores: with four dimensions. Given one of two,
+    # transformers would check its values on the host, and for that wait for the device in every
+    # forward. (In bf16 the minimum becomes -inf. That is harmless, as no article is empty.)
     is_text = batch["attention_mask"][:, None, None, :] > 0
     attention_mask = torch.where(is_text, 0.0, torch.finfo(torch.float32).min)
 
@@ -573,7 +573,12 @@ def parse_args():
     add = group.add_argument
     optional = argparse.BooleanOptionalAction
     add("--print-model", **switch, help="print the sharded model, with its units")
-    add("--run-validation", default=True, action=optional, help="loss and ROUGE after each epoch")
+    add(
+        "--run-validation",
+        default=True,
+        action=optional,
+        help="loss and ROUGE, before training and after each epoch",
+    )
 
     args = parser.parse_args()
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
@@ -654,9 +659,9 @@ def main(args, world):
     steps_left -= samples_done // global_batch
     num_steps = step + steps_left  # of all epochs, whatever --max-steps is
     if steps_left <= 0 or 0 < args.max_steps <= step:
-        # But go on: if the last run was stopped on an epoch's last step, the loop below, without a
-        # step, makes up for the validation.
         log.print("         no step is left; to train on, raise --epochs or --max-steps")
+        # No return: a run that was stopped on an epoch's last step has not validated yet. The loop
+        # below does it, without a step.
 
     # Train
     best_folder = args.output_dir / "best"
@@ -705,14 +710,12 @@ def main(args, world):
             if log_now:
                 start = time.perf_counter()  # without the time that saving took
 
-        is_best = True
+        val_loss = math.inf
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
-            is_best = val_loss < best_loss
-            if is_best:
-                best_loss = val_loss
-        # Before the checkpoint: the model that its best_loss is of must be on the disk.
-        if args.save_model and is_best:
+        # First the model, then the checkpoint with its best_loss: always that of the saved model.
+        if args.save_model and (val_loss < best_loss or not args.run_validation):
+            best_loss = val_loss
             common.export(model, meta_model, tokenizer, best_folder, world)
             log.print(f"saved    the model to {best_folder}, in place of any before it")
         next_epoch = epoch

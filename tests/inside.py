@@ -274,6 +274,18 @@ LmOuterOptimizer = lm_multinode.OuterOptimizer
 lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
 
 
+def lm_peak_tflops(device_name):
+    """What the script takes for the peak of a GPU; 0 if it does not know it."""
+    model = lm_multinode.make_meta_model(lm_multinode.MODELS["tiny"])
+    world = world_of()._replace(device=torch.device("cuda"))
+    shares = []
+    for flags in (("--peak-tflops", 1), ()):
+        with mock.patch.object(torch.cuda, "get_device_name", return_value=device_name):
+            shares.append(lm_mfu_per_token_per_second(parse("lm_multinode.py", *flags), world, model))
+    of_one, share = shares
+    return round(of_one / share) if share else 0
+
+
 def set_up(args):
     """What `run` does before the script's main: the process group, the device; and the precision, as main does."""
     world = common.setup(common.find_accelerator(args.device))
@@ -364,6 +376,14 @@ def signal_in_step(script, rank, step, name="SIGKILL"):
             os.kill(os.getpid(), signal.Signals[name])
 
     register_optimizer_step_post_hook(after_update)
+
+
+def stop_without_reader(script, step):
+    """As a Ctrl-C in a terminal that ends `| tee log` before this process."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    register_optimizer_step_post_hook(lambda *_: os.dup2(writer, 1))
+    signal_in_step(script, 0, step, "SIGINT")
 
 
 def stop_beside_workers(script, rank, step):

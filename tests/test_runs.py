@@ -211,6 +211,12 @@ def test_shapes_have_their_parameters_and_heads():
     assert {name: inside.lm_shape(name, 32_000).head_dim for name in inside.LM_MODELS} == heads
 
 
+def test_the_peak_is_that_of_the_whole_name_of_a_gpu():
+    peaks = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 NVL": 835, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA GB200": 2500}
+    for name, peak in {**peaks, "NVIDIA RTX A1000 Laptop GPU": 0}.items():
+        assert inside.lm_peak_tflops(name) == peak
+
+
 def test_a_replica_of_the_hybrids_is_a_node_unless_told_otherwise():
     """Replicas and shards of 8 processes, two on a node."""
     expected = {"FULL_SHARD": (1, 8), "SHARD_GRAD_OP": (1, 8), "NO_SHARD": (8, 1)}

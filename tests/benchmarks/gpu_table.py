@@ -144,7 +144,7 @@ def main() -> None:
     deadline = time.monotonic() + 60 * options.minutes
     device_name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
     known = [tflops for name, tflops in PEAK_TFLOPS.items() if name in device_name]
-    options.peak_tflops = options.peak_tflops or (known[0] if known else 0)
+    options.peak_tflops = options.peak_tflops or (known[-1] if known else 0)  # the last, as in the script
     print(f"{date.today()}, {device_name}, torch {torch.__version__}, one process", flush=True)
     for part in options.parts:
         with tempfile.TemporaryDirectory() as folder:
