@@ -11,24 +11,13 @@ from step_time import GPUS
 
 from inside import LM_STRATEGIES
 
-# By what the third column of the README's table says: what must have room in a GPU.
-ENOUGH_MEMORY = {
-    "each GPU: its share of the state, and all parameters": lambda share, share_of_all, parameters: share + parameters,
-    "each GPU: its share of the state": lambda share, share_of_all, parameters: share,
-    "each node: the whole state; each GPU: its share of that, and all parameters": (
-        lambda share, share_of_all, parameters: share + parameters
-    ),
-    "each node: the whole state": lambda share, share_of_all, parameters: share,
-    "all nodes together: the state": lambda share, share_of_all, parameters: share_of_all,
-}
-
 
 def chosen_by_the_table(state, parameters, per_node, nodes, memory, gbits):
     """The strategies that the first row that is true names. DILOCO learns otherwise: with it stands a hybrid, that of
     the first row above whose memory is enough."""
     section = re.search(r"^## Which strategy\?\n(.+?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)[1]
     rows = re.findall(r"^\| (one|several) \| (.*?) ?\| (.+?) \| (.+) \|$", section, re.M)
-    assert len(rows) == 6
+    assert len(rows) == 7
     hybrids = []
     for where, speed, condition, take in rows:
         if (where == "one") != (nodes == 1):
@@ -38,7 +27,9 @@ def chosen_by_the_table(state, parameters, per_node, nodes, memory, gbits):
             if gbits < 25:
                 return hybrids
             continue
-        if ENOUGH_MEMORY[condition](state / per_node, state / per_node / nodes, parameters) > memory:
+        shards = per_node * nodes if "all nodes" in condition else per_node
+        needed = state / shards + (parameters if "all parameters" in condition else 0)
+        if needed > memory:
             continue
         if speed == "25 or more" and gbits < 25:
             hybrids = hybrids or names
