@@ -107,8 +107,8 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=non_negative_int,
-        help="save every so many steps, after each epoch, and at the end; 0: only if the run is"
-        " stopped, or was resumed",
+        help="save every so many steps, in T5 also after each epoch, and at the end; 0: only if"
+        " the run is stopped, or was resumed",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
@@ -186,7 +186,8 @@ def fail(message: str, code: int = 2):
     """Print an error on stderr and end this process at once. code: 2 for a user's mistake, in one
     line; 1 for a crash, with its traceback."""
     if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so that torchrun can end the sleep
+        # StopRequest ignores the SIGTERM with which torchrun ends the sleep.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if StopRequest.received and code == 1:
             # A crash after SIGTERM: most likely torchrun is ending all, as another rank has failed.
             os._exit(code)
@@ -483,9 +484,10 @@ class Log:
 
     def write(self, **record):
         """Append a record. Call it on every rank, before saving: rank 0 writes, and all end if a
-        loss is not finite."""
-        if not math.isfinite(record.get("loss", 0) + record.get("val_loss", 0)):
-            raise UserError("the loss is not finite; start again with a lower --lr")
+        loss or a gradient is not finite."""
+        for name in ("loss", "val_loss", "grad_norm"):
+            if not math.isfinite(record.get(name, 0)):
+                raise UserError(f"{name} is not finite; start again with a lower --lr")
         record = {"run": self.run, "seconds": round(time.time() - self.start, 3), **record}
         if self.is_rank0:
             with self.path.open("a") as file:
@@ -532,7 +534,8 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     # Each node counts its own restarts: those after one of its processes was lost.
     restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
     dist.all_reduce(restarts)
-    # Where the first start is refused, below, torchrun's restart must be, too: this file says so.
+    # torchrun also restarts a run that was refused, below. This file marks it, so that it is
+    # refused again, and does not go on from the earlier run's checkpoint.
     refused = folder / "refused"
     is_restart = restarts > 0 and not refused.exists()
     newest = max(finished_checkpoints(folder), default=None)
@@ -642,7 +645,8 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         if f"{random_key(world)}.cpu" not in saved:
-            # Not saved for these processes: random_state keeps the present one, which is set below.
+            # Not saved for these processes: dcp.load must not look for it. random_state, which is
+            # set below, still has the present one.
             del state[random_key(world)]
 
         # Loading into a model of fewer parameters would succeed, in silence.

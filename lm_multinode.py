@@ -122,8 +122,8 @@ def shard(args, world, config) -> nn.Module:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     for modules in embedding_and_head(model):
-        # Not freed after forward. Backward begins with the output layer. It does not need the
-        # embedding, but would gather it all the same.
+        # Not freed after forward: backward begins with the output layer, and never needs the
+        # embedding, but FSDP would gather both again.
         fully_shard(modules, reshard_after_forward=False, **options)
     # The root unit: with tied weights embedding and norm, else nothing. FSDP needs it all the same.
     fully_shard(model, **options)
@@ -165,7 +165,8 @@ def mesh_shape(args, world) -> tuple[int, int]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Each becomes a unit. docs/your-model-and-data.md has what else another architecture needs."""
+    """The layers, which become units. For another architecture change this, and what else
+    docs/your-model-and-data.md lists."""
     return list(model.model.layers)
 
 
@@ -205,8 +206,8 @@ def build(args, world, config):
 def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, torch.Tensor, dict]:
     """One step of the optimizer on this rank's part of the global batch. A collective.
 
-    Returns this rank's summed loss and the gradient norm, as tensors on the device, because reading
-    a number would make the host wait for it; and the position in this rank's data.
+    Returns this rank's summed loss and the gradient norm, as tensors: to read a number would make
+    the host wait for the device; and the position in this rank's data.
     """
     num_micro_batches = args.global_batch_size // (args.micro_batch_size * world.size)
     global_targets = args.global_batch_size * args.seq_length
@@ -224,8 +225,8 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
         # gradient of the mean over the global batch, as if one process held it. (With DILOCO FSDP
-        # divides by a replica's ranks only. What is left is a factor, the number of replicas: so
-        # the mean is over the replica's own part of the batch.)
+        # divides by a replica's ranks only, so this is the mean over the replica's own part of the
+        # batch, which has global_targets / replicas.)
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -242,7 +243,7 @@ class OuterOptimizer:
         mesh = make_mesh(args, world)
         self.args = args
         self.shard_group = mesh.get_group("shard")  # the ranks of this replica
-        # One rank of each replica: those that hold the same part of each parameter.
+        # The ranks, one in each replica, that hold the same part of each parameter as this one.
         self.replicate_group = mesh.get_group("replicate")
         self.replica_number = mesh.get_local_rank("replicate")
         # This rank's shards, as views: to write into them is to change the model.
@@ -424,7 +425,9 @@ def read_lines(rows: dict, column: str) -> dict:
     texts = []
     for line in rows["text"]:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            texts.append(json.loads(line)[column])
+            text = json.loads(line)[column]
+            json.dumps(text, ensure_ascii=False).encode()  # fails for half a surrogate pair
+            texts.append(text)
     return {"text": texts}
 
 
@@ -505,7 +508,7 @@ def name_dataset_in_errors(args):
 
 def pack(rows: dict, indices: list[int], args, tokenizer, seed: list[int]) -> dict:
     """Shuffle a block of texts and join them end to end, cut into full sequences: nothing is
-    padded. `indices` count the texts; the first seeds the shuffle, so each block has its own."""
+    padded. indices: numbers of the texts in the stream, of which the first seeds the shuffle."""
     texts = [text + tokenizer.eos_token for text in rows["text"]]
     np.random.default_rng([*seed, indices[0]]).shuffle(texts)
     token_lists = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -547,12 +550,11 @@ class Batches(IterableDataset):
 def batches_on_device(args, world, source, tokenizer, position: dict | None):
     """Yield micro-batches of this rank's own texts, pass after pass, on its device, each with the
     position after it. A worker process packs ahead."""
-    # 64 files on 8 processes: each reads 8 of them. 3 files on 8 processes: each reads all, and
-    # keeps every eighth text. (There `split_dataset_by_node` would drop the other processes' texts
-    # only at the end, after `pack`: each process would tokenize all of them.)
-    if source.num_shards % world.size == 0:
+    if source.num_shards % world.size == 0:  # 64 files on 8 processes: each reads 8 of them
         own = split_dataset_by_node(source, world.rank, world.size)
     else:
+        # 3 files on 8 processes: each reads all, and keeps every eighth text. (With
+        # `split_dataset_by_node` each would pack all texts, and then keep every eighth batch.)
         options = {"rank": world.rank, "size": world.size}
         own = source.filter(is_own, with_indices=True, fn_kwargs=options)
     options = {"args": args, "tokenizer": tokenizer, "seed": [args.seed, world.rank]}
@@ -828,7 +830,7 @@ def main(args, world):
         dist.broadcast_object_list(source_and_held_out, group=world.patient_group)
         source, held_out = source_and_held_out
         config, tokenizer = load_config_and_tokenizer(args, world, source)
-        # Packed in the same order in every run
+        # As one block, number 0: in the same order in every run
         validation_set = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
     count = len(validation_set["labels"])
     log.print(

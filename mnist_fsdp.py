@@ -23,6 +23,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -147,8 +148,8 @@ class Setting(NamedTuple):
     enough steps to be measured, too few to learn much."""
 
     make: Callable[[], nn.Module]
-    images: int  # at most; more where four steps need more
-    epochs: int  # at most
+    images: float  # at most, but those of four steps in any case
+    epochs: float  # at most
     malloc_threshold: int  # see return_freed_memory
 
 
@@ -158,7 +159,7 @@ NETWORKS = {
     # The notebook's: no activation between its layers.
     "deep": Setting(functools.partial(Network, 9000, 1000, 1000, 1000, 128), 1280, 1, 2**16),
     # Its activations are large beside its parameters.
-    "shallow": Setting(functools.partial(Network, 128), 60_000, 1000, 2**25),
+    "shallow": Setting(functools.partial(Network, 128), math.inf, math.inf, 2**25),
 }
 
 
@@ -262,7 +263,7 @@ def parse_args():
         "--num-train-samples",
         default=6400,
         type=at_least_0,
-        help="0: all; of drawn digits, layers and deep: 1280, or those of four steps",
+        help="0: all; layers and deep train on 1280 of builtin, or on four steps",
     )
 
     add = parser.add_argument_group("training").add_argument
@@ -270,7 +271,7 @@ def parse_args():
         "--epochs",
         default=3,
         type=at_least_1,
-        help="passes over the images; over drawn digits, layers and deep: one",
+        help="passes over the images; layers and deep make one over builtin",
     )
     add("--batch-size", default=128, type=at_least_1, help="images per process and step")
     add("--test-batch-size", default=1000, type=at_least_1, help="the same in the test")

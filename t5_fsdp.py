@@ -128,8 +128,8 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
 
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
-            # FSDP2 has no switch for this. A trick: a list of the units to prefetch replaces the
-            # default, which is the next one. The unit itself is gathered already.
+            # FSDP2 has no switch for this, and an empty list means the default. So each unit names
+            # itself, which is gathered already: nothing is prefetched.
             unit.set_modules_to_backward_prefetch([unit])
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
@@ -172,7 +172,8 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Each becomes a unit. docs/your-model-and-data.md has what else another architecture needs."""
+    """The layers, which become units. For another architecture change this, and what else
+    docs/your-model-and-data.md lists."""
     return [*model.encoder.block, *model.decoder.block]
 
 
@@ -206,7 +207,7 @@ def build(args, world, config):
     else:
         model = shard_with_fsdp1(args, world, config)
 
-    # With loss scaling, fused AdamW would unscale in its kernel, which fails on DTensors.
+    # Not fused in fp16: fused AdamW fails with ShardedGradScaler, which FSDP1 needs, see below.
     uses_fp16 = args.precision == "fp16"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, fused=not uses_fp16)
@@ -221,7 +222,7 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
     or --accumulation-steps of them. A collective.
 
     Returns this rank's [summed loss, number of target tokens, number of all tokens] and the
-    gradient norm, both as tensors on the device: to read a number would make the host wait for it.
+    gradient norm, both as tensors: to read a number would make the host wait for the device.
     """
     num_targets = (batch["labels"] != -100).sum()
     global_targets = num_targets.clone()
@@ -313,8 +314,8 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     if args.fsdp_version == 2:
         return model.generate(**options)
 
-    # generate() bypasses the root's forward(), so the root is gathered here, in fp32. The layers
-    # gather themselves, in `dtype`, and autocast makes the root compute in it too.
+    # generate() bypasses the root's forward(), so the root is gathered here, but in fp32: autocast
+    # makes it compute in `dtype`, as the layers do, which gather themselves.
     dtype = PRECISIONS[args.precision][0]
     device_type = batch["input_ids"].device.type
     with (
@@ -697,8 +698,11 @@ def main(args, world):
             if log_now:
                 loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
                 loss = loss_sum / num_targets
+                norm = grad_norm.item()
+                if args.precision == "fp16" and not math.isfinite(norm):
+                    norm = 0.0  # the scaler has skipped this step
                 speed = num_tokens / (time.perf_counter() - start)
-                log.step(step, loss, grad_norm.item(), lr, speed, epoch=epoch)
+                log.step(step, loss, norm, lr, speed, epoch=epoch)
                 totals.zero_()
             if save_now:
                 progress = {"step": step, "epoch": epoch, "samples_done": samples_done}
@@ -713,7 +717,7 @@ def main(args, world):
         val_loss = math.inf
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
-        # First the model, then the checkpoint with its best_loss: always that of the saved model.
+        # Before the checkpoint, which must not hold the best_loss of a model that was not saved.
         if args.save_model and (val_loss < best_loss or not args.run_validation):
             best_loss = val_loss
             common.export(model, meta_model, tokenizer, best_folder, world)

@@ -522,15 +522,18 @@ def full_disk_in_export(script, number):
     script.common.export = export_and_fail
 
 
-def infinite_loss(script, rank, number, in_training=True):
-    """Of a rank's micro-batch of that number, in training or in validation."""
+def infinite_loss(script, rank, number, in_training=True, only_gradient=False):
+    """Of a rank's micro-batch of that number, in training or in validation; or its gradient, of a finite loss."""
     summed_loss = script.summed_loss
     numbers = itertools.count(1)
 
     def infinite_once(model, batch):
         loss = summed_loss(model, batch)
         if torch.is_grad_enabled() == in_training and next(numbers) == number and dist.get_rank() == rank:
-            loss = loss * float("inf")
+            if only_gradient:
+                loss.register_hook(lambda gradient: gradient * float("inf"))
+            else:
+                loss = loss * float("inf")
         return loss
 
     script.summed_loss = infinite_once

@@ -134,7 +134,8 @@ def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
     known = read_texts(tmp_path)
     with gzip.open(tmp_path / "c4-train.00000.json.gz", "a") as file:
         faults = [b'{"text": "1 cut', b'{"url": "no text"}', b'{"text": null}', b'{"text": 5}', b"[]", b"", b"\n"]
-        file.write(b"\n".join(faults))
+        half_a_surrogate_pair = b'{"text": "1 \\ud83d"}'
+        file.write(b"\n".join([*faults, half_a_surrogate_pair]))
     tokens, _ = take(inside.lm_stream(args, tokenizer), 100)  # not all of a pass
     assert tokens.shape == (100, 2, 2, 16)
     inputs, labels = tokens[:, 0].ravel(), tokens[:, 1].ravel()

@@ -229,10 +229,12 @@ def test_the_exported_model_is_what_was_trained(version, t5_runs, articles_csv):
     assert "lm_head.weight" not in weights  # tied weights are stored once
 
 
-def test_a_loss_that_is_not_finite_stops_all_and_is_not_saved(lm, tmp_path):
-    """In the first micro-batch of step 3; the save of step 4 is what finds it."""
+@pytest.mark.parametrize("number, only_gradient", [(5, False), (7, True)])
+def test_a_loss_or_gradient_that_is_not_finite_stops_all_and_is_not_saved(number, only_gradient, lm, tmp_path):
+    """In the first micro-batch of step 3, or of step 4, whose own loss is finite; the save of step 4 finds it."""
     flags = (*lm, "--log-every", 10, "--output-dir", tmp_path)
-    refuse("lm_multinode.py", *flags, words=["--lr"], processes=2, change=("infinite_loss", 1, 5))
+    change = ("infinite_loss", 1, number, True, only_gradient)
+    refuse("lm_multinode.py", *flags, words=["--lr"], processes=2, change=change)
     assert finished_checkpoints(tmp_path) == [2]
 
 
