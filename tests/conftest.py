@@ -135,9 +135,9 @@ def write_csv(path, rows):
     return path
 
 
-def write_shards(folder, counts, first=0):
+def write_shards(folder, counts):
     """Files in C4's format with `counts` records each; text i is "i lorem lorem ..." of a length of its own."""
-    numbers = itertools.count(first)
+    numbers = itertools.count()
     for shard, count in enumerate(counts):
         texts = [" ".join([str(i), *["lorem"] * (i * 7 % 23)]) for i in itertools.islice(numbers, count)]
         records = [{"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "http://x"} for text in texts]
@@ -146,22 +146,16 @@ def write_shards(folder, counts, first=0):
     return str(folder / "*.json.gz")
 
 
-def write_idx(folder, images, labels, train):
-    """Write uint8 images (count, 28, 28) and labels (count,) as torchvision keeps MNIST's files below `folder`."""
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
-        header = bytes([0, 0, 8, array.dim()]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-        (raw / f"{'train' if train else 't10k'}-{kind}-ubyte").write_bytes(
-            header + array.to(torch.uint8).numpy().tobytes()
-        )
-
-
 def write_mnist(folder, num_train=192, num_test=100):
-    """Write the built-in digits in MNIST's format."""
-    for count, seed, train in ((num_train, 0, True), (num_test, 1, False)):
+    """Write the built-in digits as torchvision keeps MNIST's files below `folder`."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for count, seed, part in ((num_train, 0, "train"), (num_test, 1, "t10k")):
         images, labels = draw_digits(count, seed).tensors
-        write_idx(folder, images.clamp(0, 1).mul(255).round().squeeze(1), labels, train)
+        images = images.clamp(0, 1).mul(255).round().squeeze(1)
+        for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
+            header = bytes([0, 0, 8, array.dim()]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+            (raw / f"{part}-{kind}-ubyte").write_bytes(header + array.to(torch.uint8).numpy().tobytes())
     return folder
 
 

@@ -87,12 +87,9 @@ FILES = [
     ("latin1.csv", HEADER + b"\xc9t\xe9,t,text of summer\n", "utf-8"),
     ("cut.jsonl", b'{"text": "a", "headline"\n', ""),
     ("empty.json", b"", ""),
-    ("empty.jsonl", b"", ""),
     ("header.csv", HEADER, ""),
     ("few.json.gz", gzip.compress(LINES[:40]), ""),
     ("columns.json.gz", gzip.compress(LINES.replace(b'"text"', b'"body"')), "body"),
-    ("cut.json.gz", CUT, "end-of-stream"),
-    ("latin1.json.gz", LATIN1, "utf-8"),
 ]
 
 
@@ -182,12 +179,10 @@ def test_the_xpu_script_trains_on_a_cpu_only_when_told_to(here):
     refuse("mnist_fsdp_xpu.py", words=["--device xpu", "--device cpu"], device=None)
 
 
-@pytest.mark.parametrize("command", ["t5_fsdp.py --max-steps 1", "mnist_fsdp.py --save-model"])
-def test_fsdp1_saves_no_model_from_a_cpu_before_torch_2_14(command, here):
+def test_fsdp1_saves_no_model_from_a_cpu_before_torch_2_14(here):
     """Which is said before it trains."""
-    script, *flags = command.split()
     words = ["2.14", "--no-save-model", "--fsdp-version 2"]
-    refuse(script, *flags, "--fsdp-version", 1, words=words, change=("pretend_torch", "2.13.1"))
+    refuse("t5_fsdp.py", "--max-steps", 1, "--fsdp-version", 1, words=words, change=("pretend_torch", "2.13.1"))
 
 
 @pytest.mark.long
