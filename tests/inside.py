@@ -110,9 +110,9 @@ def parse(script, *flags):
         return MODULES[script].parse_args()
 
 
-def check_settings(script, checkpoint, *flags):
-    """Raises UserError where a run with these flags does not go on from a checkpoint."""
-    common.read_progress(checkpoint, parse(script, *flags), MODULES[script].MUST_MATCH)
+def check_settings(script, checkpoint, args):
+    """Raises UserError where a run with these args does not go on from a checkpoint."""
+    common.read_progress(checkpoint, args, MODULES[script].MUST_MATCH)
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
         "no-model": ("--no-save-model",),
         "few-steps": ("--no-run-validation", "--no-save-model", "--max-steps", 7),
     }
-    settings = [[*flags, *more, "--batch-size", 4, "--output-dir", tmp_path / name] for name, more in switches.items()]
+    settings = {tmp_path / name: (*flags, *more, "--batch-size", 4) for name, more in switches.items()}
     run_many("t5_fsdp.py", settings, 2)
     for name, more in switches.items():
         assert list(losses(tmp_path / name)) == ([5, 7] if name == "few-steps" else [5, 10])

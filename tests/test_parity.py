@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DistributedSampler
 
-import numpy as np
 import pytest
 from conftest import AFTER_ADAM, CLOSE, CURVES, SAVE_ON_CPU, VERSIONS, check_curves, curve, near, records, run_many
-from plain import adamw, cross_entropy, t5_batches, t5_samples, train_plainly
+from plain import adamw, cross_entropy, joined, t5_batches, t5_loss, t5_samples, train_and_validate, train_plainly
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
@@ -69,8 +68,8 @@ def train(tiny_model, articles_csv, tiny_llama, texts, small_mnist, tmp_path):
             shared = (*LM, "--model", tiny_llama, "--dataset", texts, "--micro-batch-size", size)
         else:
             shared = (*MNIST, "--data-dir", small_mnist, "--batch-size", GLOBAL_BATCH // processes)
-        arguments = [[*shared, *flags, "--output-dir", tmp_path / name] for name, flags in settings.items()]
-        return run_many(script, arguments, processes, **options)
+        settings = {tmp_path / name: (*shared, *flags) for name, flags in settings.items()}
+        return run_many(script, settings, processes, **options)
 
     return run
 
@@ -107,14 +106,8 @@ def train_t5_plainly(model_folder, csv, seed=1, clip=1.0, held_out=HELD_OUT):
     batches = t5_batches(to_train, tokenizer, GLOBAL_BATCH, seed)[:STEPS]
     [whole] = t5_batches(to_validate[:held_out], tokenizer, held_out)
     model = T5ForConditionalGeneration.from_pretrained(model_folder)
-
-    def loss_of(batch):
-        return model(**batch).loss
-
-    before = loss_of(whole).item()
     optimizer = torch.optim.AdamW(model.parameters())
-    losses, norms = train_plainly(optimizer, [functools.partial(loss_of, batch) for batch in batches], clip=clip)
-    return losses, norms, [before, loss_of(whole).item()]
+    return train_and_validate(model, optimizer, batches, whole, t5_loss, lambda step: 1e-3, clip)[0]
 
 
 @pytest.fixture
@@ -201,20 +194,13 @@ def lm_batches(model_folder, texts, processes, seed=1):
     return list(steps), lm_held_out(args, tokenizer)
 
 
-def joined(batches):
-    """The sequences of several processes as one batch."""
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-
-
 @functools.cache
 def train_lm_plainly(model_folder, texts, processes, seed=1, weight_decay=0.1, clip=1.0):
     """Losses and gradient norms of all steps, and the validation losses before and after them."""
     batches, held_out = lm_batches(model_folder, texts, processes, seed)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    before = cross_entropy(model, held_out).item()
-    losses = [functools.partial(cross_entropy, model, joined(step)) for step in batches]
-    curves = train_plainly(adamw(model, weight_decay), losses, lm_rate, clip)
-    return *curves, [before, cross_entropy(model, held_out).item()]
+    optimizer = adamw(model, weight_decay)
+    return train_and_validate(model, optimizer, map(joined, batches), held_out, cross_entropy, lm_rate, clip)[0]
 
 
 def train_replicas_plainly(model_folder, texts, processes, replicas, local_steps, lr, momentum):

@@ -1,22 +1,17 @@
 """Runs as users start them: scripts learn, save what they trained, compare, say what runs, and end when they should."""
 
-import contextlib
-import hashlib
-import http.server
 import json
 import math
 import os
 import re
 import signal
 import subprocess
-import sys
-import threading
 
 import torch
 import torch.nn.functional as F
 
 import pytest
-from conftest import CLOSE, ROOT, curve, make_llama, records, run, run_many, succeed
+from conftest import CLOSE, ROOT, curve, hub, make_llama, records, run, run_many, started, succeed
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
@@ -204,9 +199,7 @@ def test_pretrained_models_are_read_trained_and_exported(tmp_path):
     plain = make_llama(tmp_path / "plain", **changes)
     dropout = make_llama(tmp_path / "dropout", attention_dropout=0.5, **changes)
     flags = (*SMALL_LM, "--max-steps", 3, "--lr", 0.01)
-    settings = [
-        [*flags, "--model", model, "--output-dir", tmp_path / f"{model.name}-run"] for model in (plain, dropout)
-    ]
+    settings = {tmp_path / f"{model.name}-run": (*flags, "--model", model) for model in (plain, dropout)}
     run_many("lm_multinode.py", settings, 2)
     first, last = records(tmp_path / "plain-run", "val_loss")
     assert first["val_loss"] == pytest.approx(lm_loss(plain, 32, 3), **CLOSE)
@@ -258,39 +251,6 @@ def test_a_process_without_memory_ends_the_comparison_with_a_sentence(tiny_llama
 
 
 # ---- What is asked of the Hub ----------------------------------------------------------------------------------------
-@contextlib.contextmanager
-def hub(folder):
-    """A server with the files of one model. Gives its address, and the list of what it is asked for."""
-    asked = []
-
-    class Hub(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_HEAD(self):
-            asked.append(f"{self.command} {self.path}")
-            path = folder / self.path.partition("?")[0].rpartition("/resolve/main/")[2]
-            content = path.read_bytes() if path.is_file() else b""
-            self.send_response(200 if content else 404)
-            if not content:
-                self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("X-Repo-Commit", "0" * 40)
-            self.send_header("ETag", hashlib.sha1(content).hexdigest())
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        do_GET = do_HEAD
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", asked
-        server.shutdown()
-
-
 @pytest.mark.long
 def test_one_process_asks_the_hub(tiny_llama, tmp_path):
     """Of all processes of a node one, for the model; of all nodes one, for the list of the dataset's files."""
@@ -298,10 +258,9 @@ def test_one_process_asks_the_hub(tiny_llama, tmp_path):
     for processes in (1, 2):
         flags = (*SMALL_LM, "--model", "someone/llama", "--num-processes", processes, "--max-steps", 1)
         flags = (*flags, "--no-save-model", "--output-dir", tmp_path / str(processes))
-        with hub(tiny_llama) as (address, asked):
+        with hub(tiny_llama) as (online, asked):
             # A real command: the Hub's address is read when its library is imported.
-            online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / f"cache{processes}")}
-            succeed("lm_multinode.py", *flags, **online, no_proxy="127.0.0.1")
+            succeed("lm_multinode.py", *flags, **online, HF_HOME=str(tmp_path / f"cache{processes}"))
         requests.append(sorted(asked))
     assert any("model.safetensors" in request for request in requests[0])
     assert requests[0] == requests[1]
@@ -330,27 +289,16 @@ def test_processes_that_python_started_end_together(fate, code, cause, tmp_path)
         assert finished.stderr.count(cause) == 1 and "Traceback" not in finished.stderr
 
 
-def start(script, *flags, stderr=subprocess.PIPE):
-    """A command in a session of its own, as a terminal starts it, whose output can be read while it runs."""
-    command = [sys.executable, str(ROOT / script), *map(str, flags), "--device", "cpu"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
-    return subprocess.Popen(command, **pipes, start_new_session=True)
-
-
 @pytest.mark.long
 def test_ctrl_c_ends_mnist_without_a_traceback(small_mnist, tmp_path):
     """In a terminal it reaches all processes. In the first half it ends the comparison."""
     flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--model", "shallow", "--epochs", 100_000)
     flags += ("--batch-size", 32, "--output-dir", tmp_path)
-    with start("mnist_fsdp.py", *flags) as running:
-        try:
-            epochs = (line for line in running.stdout if line.startswith("shallow | local"))
-            assert next(epochs, None) and next(epochs, None)  # at the second line the first is in the metrics
-            os.killpg(running.pid, signal.SIGINT)
-            _, errors = running.communicate(timeout=300)
-        finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGKILL)
+    with started("mnist_fsdp.py", *flags) as running:
+        epochs = (line for line in running.stdout if line.startswith("shallow | local"))
+        assert next(epochs, None) and next(epochs, None)  # at the second line the first is in the metrics
+        os.killpg(running.pid, signal.SIGINT)
+        _, errors = running.communicate()
     assert running.returncode == 130 and "Traceback" not in errors, errors
     assert set(curve(tmp_path, "mode")) == {"local"}
 
@@ -370,11 +318,7 @@ def test_a_signal_in_the_second_half_of_mnist(name, code, small_mnist, tmp_path)
 def test_a_run_whose_output_nobody_reads_ends(tmp_path):
     """As in `python lm_multinode.py 2>&1 | head`; the worker that packs texts must not keep it."""
     flags = (*SMALL_LM, "--num-processes", 1, "--max-steps", 100_000, "--output-dir", tmp_path)
-    with start("lm_multinode.py", *flags, stderr=subprocess.STDOUT) as running:
-        try:
-            assert any("| loss" in line for line in running.stdout)
-            running.stdout.close()
-            assert running.wait(timeout=300) == 2
-        finally:
-            if running.poll() is None:
-                os.killpg(running.pid, signal.SIGKILL)
+    with started("lm_multinode.py", *flags, stderr=subprocess.STDOUT) as running:
+        assert any("| loss" in line for line in running.stdout)
+        running.stdout.close()
+        assert running.wait() == 2
