@@ -1,7 +1,10 @@
 """Helpers: run the scripts as users do, and read what they report."""
 
+import contextlib
 import csv
 import gzip
+import hashlib
+import http.server
 import itertools
 import json
 import os
@@ -9,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 # Before anything imports the Hugging Face libraries: no test reaches the network, or finds another run's caches.
@@ -64,12 +68,14 @@ def run_many(
 ):
     """Run a script once for each list of arguments, in one launch; returns the finished process, output as text.
 
-    `processes`: under torchrun, or by `python` alone when None, which starts two processes unless --num-processes says
-    otherwise. `fork`: the processes are forks of one that has the imports done; `per_node` is then as in forked.py.
-    `change`: the name of one of the changes in inside.py, and its arguments. `check`: fail the test with the output
-    when the script fails.
+    `settings`: the lists, or {output folder: arguments}. `processes`: under torchrun, or by `python` alone when None,
+    which starts two processes unless --num-processes says otherwise. `fork`: the processes are forks of one that has
+    the imports done; `per_node` is then as in forked.py. `change`: the name of one of the changes in inside.py, and
+    its arguments. `check`: fail the test with the output when the script fails.
     """
     script = str(ROOT / script)
+    if isinstance(settings, dict):
+        settings = [[*arguments, "--output-dir", folder] for folder, arguments in settings.items()]
     settings = [[str(argument) for argument in arguments] for arguments in settings]
     for arguments in settings:
         if Path(script).name in SCRIPTS and device and "--device" not in arguments:
@@ -91,6 +97,68 @@ def run_many(
         output = f"{finished.stdout[-2000:]}\n{finished.stderr[-9000:]}"
         assert finished.returncode == 0, f"{script} {settings[0]}\n{output}"
     return finished
+
+
+@contextlib.contextmanager
+def started(script, *flags, stderr=subprocess.PIPE):
+    """A command in a session of its own, as a terminal starts it, whose output can be read while it runs. It ends with
+    the block, or after 300 seconds, and what reads its output does too."""
+    command = [sys.executable, str(ROOT / script), *map(str, flags), "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as running:
+        timer = threading.Timer(300, end_group, [running])
+        timer.start()
+        try:
+            yield running
+        finally:
+            timer.cancel()
+            end_group(running)
+
+
+def end_group(running):
+    """By SIGTERM first: torchrun's processes are in sessions of their own, and only torchrun ends them."""
+    if running.poll() is None:
+        os.killpg(running.pid, signal.SIGTERM)
+        try:
+            running.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def hub(folder=None):
+    """A server with the files of one model; without a folder, of one that is gated. Gives the variables of a process
+    that asks it, and the list of what it is asked for."""
+    asked = []
+    code, error = (404, "EntryNotFound") if folder else (401, "GatedRepo")
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self):
+            asked.append(f"{self.command} {self.path}")
+            name = self.path.partition("?")[0].rpartition("/resolve/main/")[2]
+            content = (folder / name).read_bytes() if folder and (folder / name).is_file() else b""
+            self.send_response(200 if content else code)
+            if not content:
+                self.send_header("X-Error-Code", error)
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("ETag", hashlib.sha1(content).hexdigest())
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        yield {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}, asked
+        server.shutdown()
 
 
 def records(output_dir, *names):
@@ -135,9 +203,9 @@ def write_csv(path, rows):
     return path
 
 
-def write_shards(folder, counts, first=0):
+def write_shards(folder, counts):
     """Files in C4's format with `counts` records each; text i is "i lorem lorem ..." of a length of its own."""
-    numbers = itertools.count(first)
+    numbers = itertools.count()
     for shard, count in enumerate(counts):
         texts = [" ".join([str(i), *["lorem"] * (i * 7 % 23)]) for i in itertools.islice(numbers, count)]
         records = [{"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "http://x"} for text in texts]
@@ -146,22 +214,16 @@ def write_shards(folder, counts, first=0):
     return str(folder / "*.json.gz")
 
 
-def write_idx(folder, images, labels, train):
-    """Write uint8 images (count, 28, 28) and labels (count,) as torchvision keeps MNIST's files below `folder`."""
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
-        header = bytes([0, 0, 8, array.dim()]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-        (raw / f"{'train' if train else 't10k'}-{kind}-ubyte").write_bytes(
-            header + array.to(torch.uint8).numpy().tobytes()
-        )
-
-
 def write_mnist(folder, num_train=192, num_test=100):
-    """Write the built-in digits in MNIST's format."""
-    for count, seed, train in ((num_train, 0, True), (num_test, 1, False)):
+    """Write the built-in digits as torchvision keeps MNIST's files below `folder`."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for count, seed, part in ((num_train, 0, "train"), (num_test, 1, "t10k")):
         images, labels = draw_digits(count, seed).tensors
-        write_idx(folder, images.clamp(0, 1).mul(255).round().squeeze(1), labels, train)
+        images = images.clamp(0, 1).mul(255).round().squeeze(1)
+        for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
+            header = bytes([0, 0, 8, array.dim()]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+            (raw / f"{part}-{kind}-ubyte").write_bytes(header + array.to(torch.uint8).numpy().tobytes())
     return folder
 
 

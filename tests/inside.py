@@ -4,7 +4,6 @@ First what tests call; then changes, which `run_many(..., change=(NAME, ARGUMENT
 its processes before its main runs: faults, and looks inside.
 """
 
-import contextlib
 import copy
 import datetime
 import functools
@@ -47,7 +46,6 @@ MODULES = {
 
 # ---- common.py -------------------------------------------------------------------------------------------------------
 UserError = common.UserError
-World = common.World
 builtin_article = common.builtin_article
 train_tokenizer = common.train_tokenizer
 
@@ -57,7 +55,7 @@ SMALL_SCRIPT = """
 import argparse, os, signal, sys
 import common
 
-common.HEAD_START = 2  # seconds
+common.HEAD_START = 5  # seconds
 
 def main(args, world):
     total = common.torch.ones(1)
@@ -112,9 +110,9 @@ def parse(script, *flags):
         return MODULES[script].parse_args()
 
 
-def check_settings(script, checkpoint, *flags):
-    """Raises UserError where a run with these flags does not go on from a checkpoint."""
-    common.read_progress(checkpoint, parse(script, *flags), MODULES[script].MUST_MATCH)
+def check_settings(script, checkpoint, args):
+    """Raises UserError where a run with these args does not go on from a checkpoint."""
+    common.read_progress(checkpoint, args, MODULES[script].MUST_MATCH)
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
@@ -149,21 +147,14 @@ def mnist_units(network, version, min_num_params):
     return {name.replace("_fsdp_wrapped_module", "").replace("..", ".").strip(".") for name in names}
 
 
-def mnist_digits(*flags):
-    """The images to train on and to test on, as one process would load them."""
-    args = parse("mnist_fsdp.py", *flags)
-    with mock.patch.object(common, "first_on_node", contextlib.nullcontext):
-        return mnist_fsdp.load_digits(args, world_of())
-
-
 # ---- t5_fsdp.py ------------------------------------------------------------------------------------------------------
 T5_STRATEGIES = tuple(t5_fsdp.RESHARD)
 
 
-def t5_articles(path, text="text", summary="headline", longest=0.75):
+def t5_articles(path, text="text", summary="headline"):
     """Two datasets of texts and summaries, to train on and to validate on, as one process would load them."""
     with mock.patch("torch.distributed.get_rank", return_value=0):
-        return common.load_articles(str(path), text, summary, longest)
+        return common.load_articles(str(path), text, summary, 0.75)
 
 
 def t5_steps(lengths, batch_size, rank=0, size=1, epoch=1, seed=1):
@@ -175,14 +166,6 @@ def t5_steps(lengths, batch_size, rank=0, size=1, epoch=1, seed=1):
 def t5_tokenized(articles, tokenizer, source_length, target_length):
     options = {"tokenizer": tokenizer, "source_length": source_length, "target_length": target_length}
     return articles.map(t5_fsdp.tokenize, batched=True, fn_kwargs=options, remove_columns=articles.column_names)
-
-
-def t5_loader(rows, steps, tokenizer):
-    """The dataset and the options that the DataLoader of a GPU's batches gets."""
-    world = world_of()._replace(device=torch.device("cuda"))
-    with mock.patch.object(t5_fsdp, "DataLoader") as loader, mock.patch.object(common, "start_workers", iter):
-        list(t5_fsdp.batches_on_device(rows, steps, DataCollatorForSeq2Seq(tokenizer), world))
-    return loader.call_args.args[0], loader.call_args.kwargs
 
 
 def t5_loss(model, batch):
@@ -624,26 +607,8 @@ def record_validation(script):
     script.validate = record_and_validate
 
 
-def add_buffers(script):
-    """A model with what others have: values that are neither trained nor part of a state dict."""
-
-    def with_buffers(make):
-        def make_with_buffers(*arguments):
-            model = make(*arguments)
-            for module in (model, *script.layers_of(model)[-1:]):
-                device = next(model.parameters()).device
-                module.register_buffer("positions", (torch.arange(1000) / 7).to(device), persistent=False)
-            return model
-
-        return make_with_buffers
-
-    script.load_model = with_buffers(script.load_model)
-    script.make_meta_model = with_buffers(script.make_meta_model)
-
-
 def record_fsdp(script):
-    """All that can be seen of a model with buffers and of its second step."""
-    add_buffers(script)
+    """All that can be seen of a model and of its second step."""
     record_model(script)
     record_collectives(script)
 

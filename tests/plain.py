@@ -1,8 +1,11 @@
 """Training without FSDP, in one process: what the scripts must compute on any number of them."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
+import numpy as np
 from transformers import DataCollatorForSeq2Seq
 
 from inside import t5_steps
@@ -39,6 +42,24 @@ def train_plainly(optimizer, losses, schedule=lambda step: 1e-3, clip=1.0):
         optimizer.step()
         values.append(loss.item())
     return values, norms
+
+
+def train_and_validate(model, optimizer, batches, to_validate, loss_of, schedule, clip=1.0):
+    """Losses, gradient norms and the validation losses before and after; a function: a model's validation loss."""
+    validate = functools.partial(loss_of, batch=to_validate)
+    before = validate(model).item()
+    losses = [functools.partial(loss_of, model, batch) for batch in batches]
+    curves = train_plainly(optimizer, losses, schedule, clip)
+    return (*curves, [before, validate(model).item()]), validate
+
+
+def joined(batches):
+    """The sequences of several processes as one batch."""
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def t5_loss(model, batch):
+    return model(**batch).loss
 
 
 def t5_samples(articles, tokenizer, source_length, target_length, prefix="summarize: "):

@@ -28,11 +28,10 @@ SAVING = ("--checkpoint-every", 2)
 
 def run_on(device, script, settings, processes):
     """Run a script for {output folder: flags}, on the CPU or on the accelerator. Returns the output."""
-    arguments = [[*flags, "--output-dir", folder] for folder, flags in settings.items()]
     options = {"device": device, "change": ("compute_in_fp32",), "fork": device == "cpu"}
     if device != "cpu" and processes > DEVICES:
         options["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    finished = run_many(script, arguments, processes, **options)
+    finished = run_many(script, settings, processes, **options)
     if device != "cpu":
         assert len(re.findall(rf" {processes} x {FOUND.type},", finished.stdout)) == len(settings)
     return finished.stdout

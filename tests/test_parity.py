@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DistributedSampler
 
-import numpy as np
 import pytest
 from conftest import AFTER_ADAM, CLOSE, CURVES, SAVE_ON_CPU, VERSIONS, check_curves, curve, near, records, run_many
-from plain import adamw, cross_entropy, t5_batches, t5_samples, train_plainly
+from plain import adamw, cross_entropy, joined, t5_batches, t5_loss, t5_samples, train_and_validate, train_plainly
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
@@ -69,8 +68,8 @@ def train(tiny_model, articles_csv, tiny_llama, texts, small_mnist, tmp_path):
             shared = (*LM, "--model", tiny_llama, "--dataset", texts, "--micro-batch-size", size)
         else:
             shared = (*MNIST, "--data-dir", small_mnist, "--batch-size", GLOBAL_BATCH // processes)
-        arguments = [[*shared, *flags, "--output-dir", tmp_path / name] for name, flags in settings.items()]
-        return run_many(script, arguments, processes, **options)
+        settings = {tmp_path / name: (*shared, *flags) for name, flags in settings.items()}
+        return run_many(script, settings, processes, **options)
 
     return run
 
@@ -107,14 +106,8 @@ def train_t5_plainly(model_folder, csv, seed=1, clip=1.0, held_out=HELD_OUT):
     batches = t5_batches(to_train, tokenizer, GLOBAL_BATCH, seed)[:STEPS]
     [whole] = t5_batches(to_validate[:held_out], tokenizer, held_out)
     model = T5ForConditionalGeneration.from_pretrained(model_folder)
-
-    def loss_of(batch):
-        return model(**batch).loss
-
-    before = loss_of(whole).item()
     optimizer = torch.optim.AdamW(model.parameters())
-    losses, norms = train_plainly(optimizer, [functools.partial(loss_of, batch) for batch in batches], clip=clip)
-    return losses, norms, [before, loss_of(whole).item()]
+    return train_and_validate(model, optimizer, batches, whole, t5_loss, lambda step: 1e-3, clip)[0]
 
 
 @pytest.fixture
@@ -201,20 +194,13 @@ def lm_batches(model_folder, texts, processes, seed=1):
     return list(steps), lm_held_out(args, tokenizer)
 
 
-def joined(batches):
-    """The sequences of several processes as one batch."""
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
-
-
 @functools.cache
 def train_lm_plainly(model_folder, texts, processes, seed=1, weight_decay=0.1, clip=1.0):
     """Losses and gradient norms of all steps, and the validation losses before and after them."""
     batches, held_out = lm_batches(model_folder, texts, processes, seed)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    before = cross_entropy(model, held_out).item()
-    losses = [functools.partial(cross_entropy, model, joined(step)) for step in batches]
-    curves = train_plainly(adamw(model, weight_decay), losses, lm_rate, clip)
-    return *curves, [before, cross_entropy(model, held_out).item()]
+    optimizer = adamw(model, weight_decay)
+    return train_and_validate(model, optimizer, map(joined, batches), held_out, cross_entropy, lm_rate, clip)[0]
 
 
 def train_replicas_plainly(model_folder, texts, processes, replicas, local_steps, lr, momentum):
@@ -296,18 +282,14 @@ def test_the_lm_equals_a_plain_loop_with_other_settings(train, plain_lm, tmp_pat
 
 @pytest.mark.long
 def test_built_in_weights_are_those_of_the_seed_on_any_number_of_processes(train, tmp_path):
-    first = {1: [], 2: []}  # the validation losses before training, by seed
+    first = {}  # the validation loss before training, by processes and seed
     for processes in (1, 3):
-        settings = {}
-        for seed in first:
-            flags = ("--model", "tiny", "--max-steps", 1, "--seed", seed)
-            settings[f"{processes} processes, seed {seed}"] = flags
-        train("lm_multinode.py", settings, processes)
-        for name, flags in settings.items():
-            first[flags[-1]].append(curve(tmp_path / name, "val_loss")[0])
-    for losses in first.values():
-        assert losses == pytest.approx([losses[0]] * 2, **CLOSE)
-    assert differs(first[1], first[2], 1e-3)
+        runs = {f"{processes} {seed}": ("--model", "tiny", "--max-steps", 1, "--seed", seed) for seed in (1, 2)}
+        train("lm_multinode.py", runs, processes)
+        first |= {name: curve(tmp_path / name, "val_loss")[0] for name in runs}
+    for seed in (1, 2):
+        assert first[f"3 {seed}"] == pytest.approx(first[f"1 {seed}"], **CLOSE)
+    assert abs(first["1 1"] - first["1 2"]) > 1e-3
 
 
 def diloco(shards, local_steps=2):
@@ -401,9 +383,21 @@ def check_epochs(folder, plain, tolerance):
     assert epochs_of(folder) == [pytest.approx(row, **tolerance) for row in plain], folder
 
 
+def check_saved(root, network, count):
+    """The networks that were saved below a folder have the scores that were reported."""
+    paths = list(root.rglob("*.safetensors"))
+    assert len(paths) == count
+    for path in paths:
+        model = NETWORKS[network]().eval()
+        model.load_state_dict(load_file(path))
+        assert score(model) == pytest.approx(epochs_of(path.parents[1])[-1][1:], **CLOSE), path
+
+
 def test_the_local_network_equals_a_plain_loop(train, tmp_path):
-    train("mnist_fsdp.py", {"local": ("--model", "shallow", "--mode", "local")}, 1, change=["no_dropout"])
+    settings = {"local": ("--model", "shallow", "--mode", "local", "--save-model")}
+    train("mnist_fsdp.py", settings, 1, change=["no_dropout"])
     check_epochs(tmp_path / "local", train_mnist_plainly("shallow", 1), AFTER_ADAM)
+    check_saved(tmp_path, "shallow", 1)
 
 
 @two_and_long(3)
@@ -426,11 +420,7 @@ def test_digits_are_learned_as_by_a_plain_loop(train, processes, network, tmp_pa
     plain = train_mnist_plainly(network, processes)
     for name in settings:
         check_epochs(tmp_path / name, plain, tolerance)
-    for path in tmp_path.rglob("*.safetensors"):
-        model = NETWORKS[network]().eval()
-        model.load_state_dict(load_file(path))
-        assert score(model) == pytest.approx(epochs_of(path.parents[1])[-1][1:], **CLOSE), path
-    assert len(list(tmp_path.rglob("*.safetensors"))) == len(SAVE_ON_CPU)
+    check_saved(tmp_path, network, len(SAVE_ON_CPU))
 
 
 @pytest.mark.long

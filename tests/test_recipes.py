@@ -1,6 +1,5 @@
 """docs/recipes: every diff applies to the scripts, which then do what docs/your-model-and-data.md says."""
 
-import functools
 import itertools
 import json
 import math
@@ -20,8 +19,7 @@ import numpy as np
 import pytest
 from conftest import CLOSE, ROOT, check_curves, curve, fsdp, make_model, records, run_many, succeed, write_csv
 from peft import LoraConfig, PeftModel, get_peft_model
-from plain import adamw, cross_entropy, t5_batches, t5_samples, train_plainly
-from test_parity import joined
+from plain import adamw, cross_entropy, joined, t5_batches, t5_loss, t5_samples, train_and_validate
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -127,7 +125,7 @@ def check_training(script, flags, plain, load, root, variants=VARIANTS):
     if Path(script).name == "t5_fsdp.py":
         variants = variants | {"fsdp1": fsdp(1)}
     folders = {name: root / name for name in variants}
-    settings = [[*flags, *variants[name], "--output-dir", folders[name]] for name in variants]
+    settings = {folders[name]: (*flags, *variants[name]) for name in variants}
     run_many(script, settings, 2, change=["record_model"])
     curves, loss_of = plain
     assert abs(curves[2][0] - curves[2][1]) > 1e-3  # it has learned something
@@ -138,19 +136,6 @@ def check_training(script, flags, plain, load, root, variants=VARIANTS):
         for path in exported:
             assert loss_of(load(path)).item() == pytest.approx(curve(folder, "val_loss")[1], **CLOSE)
     return folders.values()
-
-
-def train_and_validate(model, optimizer, batches, to_validate, loss_of, schedule):
-    """Losses, gradient norms and the validation losses before and after; a function: a model's validation loss."""
-    validate = functools.partial(loss_of, batch=to_validate)
-    before = validate(model).item()
-    losses = [functools.partial(loss_of, model, batch) for batch in batches]
-    curves = train_plainly(optimizer, losses, schedule)
-    return (*curves, [before, validate(model).item()]), validate
-
-
-def t5_loss(model, batch):
-    return model(**batch).loss
 
 
 def train_t5_plainly(model, tokenizer, csv, prefix=""):
@@ -385,22 +370,34 @@ def test_a_chat_model_trains_with_lora(chat, tmp_path):
 
 
 # ---- Numbers, and tools to watch them --------------------------------------------------------------------------------
+def two_lines(step, num_steps):
+    """The share of the highest learning rate: the lower of a warm-up of 6 steps and a line to the end."""
+    return min(step / 6, (num_steps + 1 - step) / num_steps)
+
+
+def half_a_wave(step, num_steps):
+    """After a warm-up of 6 steps, to the end."""
+    if step < 6:
+        return step / 6
+    return 0.5 * (1 + math.cos(math.pi * (step - 6) / (num_steps - 5)))
+
+
 @pytest.mark.long
-def test_the_metric_and_the_schedule_are_what_they_say(tmp_path):
-    """Exact match is the share of equal summaries; the learning rate is the lower of two lines."""
+@pytest.mark.parametrize("recipe, share", [("t5-schedule", two_lines), ("t5-cosine", half_a_wave)])
+def test_the_metric_and_the_schedules_are_what_they_say(recipe, share, tmp_path):
+    """Exact match is the share of equal summaries."""
     rows = [builtin_article(number) for number in range(200)]
     for number, row in enumerate(rows):
         row["headline"] = "Peel the beans." if number % 4 == 0 else "Wash the tomatoes."
     csv = write_csv(tmp_path / "articles.csv", rows)
     flags = (*T5, "--model", make_model(tmp_path / "model"), "--dataset", csv, "--num-validation-samples", 0)
     flags = (*flags, "--max-steps", 0, "--epochs", 2, "--lr", 0.01, "--warmup-steps", 6, "--output-dir", tmp_path)
-    script = patched(tmp_path / "copy", "t5-metric", "t5-schedule") / "t5_fsdp.py"
+    script = patched(tmp_path / "copy", "t5-metric", recipe) / "t5_fsdp.py"
     run_many(script, [flags], 2)
 
     to_train, to_validate = t5_articles(csv)
     steps = 2 * len(t5_steps([1] * len(to_train), 8))
-    rates = [0.01 * min(step / 6, (steps + 1 - step) / steps) for step in range(1, steps + 1)]
-    assert curve(tmp_path, "lr") == pytest.approx(rates)
+    assert curve(tmp_path, "lr") == pytest.approx([0.01 * share(step, steps) for step in range(1, steps + 1)])
 
     best = min(records(tmp_path, "val_loss")[1:], key=lambda row: row["val_loss"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "best")
@@ -412,21 +409,6 @@ def test_the_metric_and_the_schedule_are_what_they_say(tmp_path):
         equal.append(tokenizer.decode(written, skip_special_tokens=True).strip() == article["summary"])
     assert best["exact"] == pytest.approx(sum(equal) / len(equal))
     assert any(equal)
-
-
-@pytest.mark.long
-def test_the_cosine_is_one(tmp_path):
-    """A warm-up, then half a wave to the end of the last epoch."""
-    folder = patched(tmp_path / "copy", "t5-cosine")
-    flags = ("--max-steps", 0, "--epochs", 2, "--lr", 0.01, "--warmup-steps", 6, "--output-dir", tmp_path)
-    csv = write_csv(tmp_path / "articles.csv", [builtin_article(number) for number in range(100)])
-    flags = (*T5, "--model", make_model(tmp_path / "model"), "--dataset", csv, *flags, "--no-run-validation")
-    run_many(folder / "t5_fsdp.py", [flags], 2)
-
-    num_steps = 2 * (len(t5_articles(csv)[0]) // 8)
-    rates = [0.01 * step / 6 for step in range(1, 6)]
-    rates += [0.005 * (1 + math.cos(math.pi * (step - 6) / (num_steps - 5))) for step in range(6, num_steps + 1)]
-    assert curve(tmp_path, "lr") == pytest.approx(rates)
 
 
 # ---- What the page does with a run -----------------------------------------------------------------------------------

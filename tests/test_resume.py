@@ -6,18 +6,17 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 
 import torch
 
 import pytest
-from conftest import CLOSE, ROOT, SAVE_ON_CPU, VERSIONS, curve, fsdp, losses, make_model, records, run, run_many
+from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, curve, fsdp, losses, make_model, records, run, run_many, started
 from safetensors.torch import load_file
 from test_errors import refuse
 from test_recipes import patched
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-from inside import UserError, check_settings, t5_articles, t5_loss, t5_tokenized
+from inside import UserError, check_settings, parse, t5_articles, t5_loss, t5_tokenized
 
 LM_STEPS = 6
 LM = (
@@ -102,13 +101,13 @@ def progress(folder, step):
 
 def check_resume(script, ways, folder, processes=2, **options):
     """With each list of flags a run to the end, and one that goes on from its last checkpoint but one, end alike."""
-    flags = [(*way, "--no-save-model", "--output-dir") for way in ways]
     pairs = [(folder / f"whole{number}", folder / f"again{number}") for number in range(len(ways))]
-    run_many(script, [[*way, whole] for way, (whole, _) in zip(flags, pairs, strict=True)], processes, **options)
+    flags = [(*way, "--no-save-model") for way in ways]
+    run_many(script, {whole: way for way, (whole, _) in zip(flags, pairs, strict=True)}, processes, **options)
     for whole, again in pairs:
         before, _ = finished_checkpoints(whole)
         shutil.copytree(checkpoint(whole, before), checkpoint(again, before))
-    settings = [[*way, again, "--resume"] for way, (_, again) in zip(flags, pairs, strict=True)]
+    settings = {again: (*way, "--resume") for way, (_, again) in zip(flags, pairs, strict=True)}
     run_many(script, settings, processes, **options)
     for whole, again in pairs:
         before, last = finished_checkpoints(whole)
@@ -250,20 +249,14 @@ def test_a_validation_loss_that_is_not_finite_is_not_saved(t5, tmp_path):
 def test_ctrl_c_saves_and_ends_with_code_130(lm, tmp_path):
     """In a terminal it reaches the process that has started the others. This run would not end by itself."""
     flags = [*lm, "--max-steps", 10**6, "--checkpoint-every", 0, "--no-save-model", "--output-dir", tmp_path]
-    command = [sys.executable, ROOT / "lm_multinode.py", *flags, "--device", "cpu"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    running = subprocess.Popen([*map(str, command)], **pipes, start_new_session=True)
-    try:
+    with started("lm_multinode.py", *flags, stderr=subprocess.STDOUT) as running:
         printed = ""
         for line in running.stdout:
             printed += line
             if line.startswith("step") and "| loss" in line:
                 break
         os.killpg(running.pid, signal.SIGINT)
-        printed += running.communicate(timeout=200)[0]
-    finally:
-        running.terminate()  # where it failed; torchrun then ends the processes
-        running.wait(timeout=100)
+        printed += running.communicate()[0]
     assert running.returncode == 130, printed
     assert "Traceback" not in printed
     [saved] = finished_checkpoints(tmp_path)
@@ -333,16 +326,14 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_one_before_resumes(lm, lm_
 
 # With another value of one of these flags a run does not go on.
 MATCHED = {
-    "lm_multinode.py": {
-        **{"--model": "1b", "--dataset": "c4", "--text-column": "body", "--tokenizer": "gpt2", "--seq-length": 64},
-        **{"--global-batch-size": 16, "--lr": 0.5, "--warmup-steps": 3, "--max-steps": 7, "--seed": 7},
-        **{"--local-steps": 7, "--outer-lr": 0.5, "--outer-momentum": 0.5},
-    },
-    "t5_fsdp.py": {
-        **{"--model": "t5", "--dataset": "a.csv", "--text-column": "body", "--summary-column": "abstract"},
-        **{"--max-summary-share": 0.5, "--num-train-samples": 32, "--num-validation-samples": 5},
-        **{"--max-source-length": 64, "--max-target-length": 20, "--seed": 7, "--lr": 0.5, "--gamma": 0.5},
-    },
+    "lm_multinode.py": (
+        *("model", "dataset", "text_column", "tokenizer", "seq_length", "global_batch_size", "lr", "warmup_steps"),
+        *("max_steps", "seed", "local_steps", "outer_lr", "outer_momentum"),
+    ),
+    "t5_fsdp.py": (
+        *("model", "dataset", "text_column", "summary_column", "max_summary_share", "num_train_samples", "gamma"),
+        *("num_validation_samples", "max_source_length", "max_target_length", "seed", "lr"),
+    ),
 }
 
 
@@ -350,10 +341,13 @@ MATCHED = {
 def test_flags_that_must_match(script, lm, lm_whole, t5, t5_runs):
     flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_runs / "whole2")
     path = checkpoint(whole, finished_checkpoints(whole)[-1])
-    check_settings(script, path, *flags)
-    for flag, other in MATCHED[script].items():
-        with pytest.raises(UserError, match=f"with {flag} "):
-            check_settings(script, path, *flags, flag, other)
+    check_settings(script, path, parse(script, *flags))
+    for name in MATCHED[script]:
+        args = parse(script, *flags)
+        assert hasattr(args, name)
+        setattr(args, name, "another value")
+        with pytest.raises(UserError, match=f"with --{name.replace('_', '-')} "):
+            check_settings(script, path, args)
 
 
 @pytest.mark.long

@@ -135,10 +135,9 @@ def test_the_host_may_limit_a_small_batch_of_t5():
 
 def check(script, settings, processes, tmp_path):
     """For each list of flags the prediction for a CPU is what a run of rank 0 held."""
-    folders = [tmp_path / str(number) for number in range(len(settings))]
-    arguments = [[*flags, "--output-dir", folder] for flags, folder in zip(settings, folders, strict=True)]
-    run_many(script, arguments, processes, change=("record_peak",))
-    for flags, folder in zip(settings, folders, strict=True):
+    runs = {tmp_path / str(number): flags for number, flags in enumerate(settings)}
+    run_many(script, runs, processes, change=("record_peak",))
+    for folder, flags in runs.items():
         held = json.loads((folder / "peak-0.json").read_text())
         options = Namespace(vocabulary=held["vocabulary"], per_node=processes, attention="cpu")
         with will_it_fit.traced(script, [*flags, "--num-processes", processes], options) as run:

@@ -73,51 +73,36 @@ class TwoNodes:
     def __init__(self, names, folder):
         self.names, self.folder = names, folder
 
-    def start(self, node, *command, **options):
-        """Start a command on a node, as subprocess.Popen does. The process has the command's id, not a wrapper's."""
-        name_and_run = 'hostname "$0"; exec "$@"'  # each exec replaces the one before it
-        inside = ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "sh", "-c", name_and_run, f"node{node}"]
-        return subprocess.Popen([*inside, *map(str, command)], **options)
-
-    def start_torchrun(self, script, *arguments, options=(), **environment):
-        """Start torchrun with a script on both nodes, with two processes each: the command of a real cluster.
+    def torchrun(self, script, *arguments, options=(), timeout=300):
+        """Run torchrun with a script on both nodes, with two processes each: the command of a real cluster.
 
         GLOO_SOCKET_IFNAME is not set: gloo listens on the address that the host's own name has, and the hosts files
         give each name the address on the cable. Where a name stands for 127.0.0.1 it would be needed.
+
+        Returns the finished torchrun of each node, output as text. After `timeout` seconds they are killed.
         """
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 2]
         torchrun += ["--rdzv_id", 1, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500", *options]
+        torchrun += [ROOT / script, *arguments]
         processes = []
-        for node in (0, 1):
+        for node, name in enumerate(self.names):
+            name_and_run = 'hostname "$0"; exec "$@"'  # each exec replaces the one before it
+            inside = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", name_and_run, f"node{node}"]
             # Into files: of several pipes, one could fill up while another is read.
-            files = [Path(self.folder, f"{stream}{node}") for stream in ("stdout", "stderr")]
-            with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
-                streams = {"stdout": stdout, "stderr": stderr}
-                command = [*torchrun, ROOT / script, *arguments]
-                processes.append(self.start(node, *command, env={**os.environ, **environment}, **streams))
-        return processes
+            with open(f"{self.folder}/stdout{node}", "w") as stdout, open(f"{self.folder}/stderr{node}", "w") as stderr:
+                processes.append(subprocess.Popen([*inside, *map(str, torchrun)], stdout=stdout, stderr=stderr))
 
-    def finish(self, processes, timeout):
-        """Wait for what `start_torchrun` started; after `timeout` seconds kill it. The finished processes, as text."""
         deadline = time.monotonic() + timeout
         try:
             for process in processes:
                 process.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
-        return [
-            subprocess.CompletedProcess(
-                process.args,
-                process.wait(),
-                Path(self.folder, f"stdout{node}").read_text(),
-                Path(self.folder, f"stderr{node}").read_text(),
-            )
-            for node, process in enumerate(processes)
-        ]
-
-    def torchrun(self, script, *arguments, timeout=300, **environment):
-        """`start_torchrun` and `finish` in one: the finished torchrun of each node."""
-        return self.finish(self.start_torchrun(script, *arguments, **environment), timeout)
+        finished = []
+        for node, process in enumerate(processes):
+            texts = [Path(self.folder, f"{stream}{node}").read_text() for stream in ("stdout", "stderr")]
+            finished.append(subprocess.CompletedProcess(process.args, process.wait(), *texts))
+        return finished
 
     def kill(self):
         """Kill every process on the nodes. By node: torchrun's workers are in sessions of their own."""

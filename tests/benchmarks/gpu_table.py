@@ -34,7 +34,7 @@ from lm_loader import write_texts
 from throughput import write_articles
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from inside import PEAK_TFLOPS
+from inside import lm_peak_tflops
 
 SOURCE = 512
 TARGET = 152
@@ -142,9 +142,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=24.0, help="after which no row goes on")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
-    device_name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-    known = [tflops for name, tflops in PEAK_TFLOPS.items() if name in device_name]
-    options.peak_tflops = options.peak_tflops or (known[-1] if known else 0)  # the last, as in the script
+    on_cuda = options.device == "cuda"
+    device_name = torch.cuda.get_device_name() if on_cuda else platform.machine()
+    options.peak_tflops = options.peak_tflops or (lm_peak_tflops(device_name) if on_cuda else 0)
     print(f"{date.today()}, {device_name}, torch {torch.__version__}, one process", flush=True)
     for part in options.parts:
         with tempfile.TemporaryDirectory() as folder:
