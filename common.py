@@ -479,8 +479,10 @@ class Log:
         except BrokenPipeError:
             if not StopRequest.received:
                 raise  # nobody reads what this run prints
-            # Ctrl-C has ended `| tee`, too. Go on, to save.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            # Ctrl-C has ended `| tee`, too. Go on, to save; what is printed goes to stderr.
+            os.dup2(2, 1)
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
 
     def write(self, **record):
         """Append a record. Call it on every rank, before saving: rank 0 writes, and all end if a

@@ -633,8 +633,10 @@ def main(args, world):
         raise common.UserError(
             f"{len(train_set)} articles do not fill a step of {global_batch}; lower --batch-size"
         )
+    steps_per_epoch = len(train_set) // global_batch
     log.print(
-        f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate"
+        f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate;"
+        f" {steps_per_epoch:,} steps an epoch"
     )
 
     # Model
@@ -655,7 +657,6 @@ def main(args, world):
     step = first_step
     samples_done = progress["samples_done"]  # of this epoch
     best_loss = progress["best_loss"]
-    steps_per_epoch = len(train_set) // global_batch
     steps_left = (args.epochs + 1 - progress["epoch"]) * steps_per_epoch
     steps_left -= samples_done // global_batch
     num_steps = step + steps_left  # of all epochs, whatever --max-steps is

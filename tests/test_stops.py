@@ -68,10 +68,12 @@ def test_a_stop_of_the_group_is_saved(name, when, worker_start, tiny_llama, tmp_
 
 @pytest.mark.long
 def test_a_stop_is_saved_though_nobody_reads_any_more(tiny_llama, tmp_path):
-    """Here what rank 0 prints fails from the first step on, which is where it is told to stop."""
+    """Here what rank 0 prints fails from the first step on, which is where it is told to stop. Then stderr says how to
+    go on."""
     flags = (*LM, "--model", tiny_llama, "--log-every", 10, "--output-dir", tmp_path)
-    run("lm_multinode.py", *flags, processes=1, fork=True, check=True, change=("stop_without_reader", 1))
+    finished = run("lm_multinode.py", *flags, processes=1, fork=True, check=True, change=("stop_without_reader", 1))
     assert (tmp_path / "checkpoints/step-0000001/.metadata").exists()
+    assert "--resume" in finished.stderr and "Traceback" not in finished.stderr
 
 
 @pytest.mark.long

@@ -229,6 +229,8 @@ def test_sweeps_offload_and_the_largest_batch():
         "t5.py": "t5.py",
         "mnist_fsdp.py": "t5_fsdp.py",
         "lm_multinode.py --gpu H1": "invalid choice",
+        "lm_multinode.py --network-gbits 100": "--sweep sharding-strategy",
+        "lm_multinode.py --device-gb 80 --global-batch-size 64": "--global-batch-size",
         "lm_multinode.py --attn cpu": "--attn",  # no flag is abbreviated
         "lm_multinode.py --num-processes 12 --sharding-strategy HYBRID_SHARD": "--shards-per-replica",
     }

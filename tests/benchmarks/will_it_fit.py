@@ -488,6 +488,10 @@ def main() -> None:
     if options.sweep == "sharding-strategy":
         compare(options, more)
         return
+    if options.network_gbits:
+        parser.error("--network-gbits needs --sweep sharding-strategy")
+    if options.device_gb and "--global-batch-size" in more:
+        parser.error("--device-gb looks for steps of one micro-batch: leave out --global-batch-size")
     if options.sweep:
         print_table(sweep(options, more))
         return
