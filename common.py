@@ -186,7 +186,7 @@ def fail(message: str, code: int = 2):
     """Print an error on stderr and end this process at once. code: 2 for a user's mistake, in one
     line; 1 for a crash, with its traceback."""
     if os.environ.get("RANK", "0") != "0":
-        # StopRequest ignores the SIGTERM with which torchrun ends the sleep.
+        # With StopRequest's handler, torchrun's SIGTERM would not end the sleep below.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if StopRequest.received and code == 1:
             # A crash after SIGTERM: most likely torchrun is ending all, as another rank has failed.
@@ -286,9 +286,9 @@ def setup(accelerator: torch.device | None) -> World:
     store = dist.HashStore()  # without torchrun: one process
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one, two ports further. Not one: a port that
-        # torchrun lets Linux choose is odd, and the even one above it may be in use, because Linux
-        # takes even ports for outgoing connections.
+        # (pytorch#135712), so rank 0 serves a new one, two ports further. The next port would not
+        # do: one that torchrun lets Linux choose is odd, and the even one above it may be in use,
+        # because Linux takes even ports for outgoing connections.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
@@ -779,9 +779,9 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     """
     import datasets  # here, as the scripts without text need not wait for it
 
-    # Nested on purpose. datasets caches results under a hash of the function. Of a nested function
-    # this is a hash of its code. Of any other in an imported file it is one of its name only: an
-    # edit would go unnoticed.
+    # Nested on purpose. datasets caches results under a hash of the function. For a nested function
+    # it hashes the code, for any other in an imported file only the name: an edit would go
+    # unnoticed.
     def clean(row: dict) -> dict:
         # WikiHow has stray commas (arXiv:1810.09305).
         text = re.sub(r"(^|\n)\s*,", r"\1", str(row[text_column] or "")).strip()

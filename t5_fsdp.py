@@ -186,15 +186,16 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         # validation.
         torch._dynamo.config.recompile_limit = 32
         for layer in layers:
-            # FSDP's hooks stay outside the graphs. Not with dynamic=True: T5's constants, such as
-            # its number of buckets, would become symbols too, and Inductor fails.
+            # FSDP's hooks stay outside the graphs. dynamic=True is not used: with it T5's
+            # constants, such as its number of position buckets, become symbols too, and Inductor
+            # fails.
             layer.compile()
         # The loss is a module, too, see CrossEntropy. Compiled, it makes no fp32 copies of logits.
         cross_entropy.compile()
 
     if args.activation_checkpointing:
-        # FSDP goes around these wrappers. The other way round, recomputing would gather the layer a
-        # second time.
+        # FSDP goes around these wrappers. The other way round, recomputing would gather the layer
+        # once more in backward.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
     return layers_of(model)  # not `layers`: the wrappers have taken their places
 
@@ -207,7 +208,8 @@ def build(args, world, config):
     else:
         model = shard_with_fsdp1(args, world, config)
 
-    # Not fused in fp16: fused AdamW fails with ShardedGradScaler, which FSDP1 needs, see below.
+    # Not fused in fp16, for either version: it fails with ShardedGradScaler, which FSDP1 needs, see
+    # below.
     uses_fp16 = args.precision == "fp16"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, fused=not uses_fp16)
@@ -275,9 +277,9 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     """Cross-entropy, summed over the real target tokens of a batch: one number. A collective, as
     every forward of a sharded model is."""
     labels = batch["labels"]
-    # The mask as attention adds it to its scores: with four dimensions. Given one of two,
-    # transformers would check its values on the host, and for that wait for the device in every
-    # forward. (In bf16 the minimum becomes -inf. That is harmless, as no article is empty.)
+    # The mask as attention adds it to its scores: with four dimensions. If it had two, transformers
+    # would check its values on the host, and for that wait for the device in every forward. (In
+    # bf16 the minimum becomes -inf. That is harmless, as no article is empty.)
     is_text = batch["attention_mask"][:, None, None, :] > 0
     attention_mask = torch.where(is_text, 0.0, torch.finfo(torch.float32).min)
 
@@ -314,8 +316,8 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     if args.fsdp_version == 2:
         return model.generate(**options)
 
-    # generate() bypasses the root's forward(), so the root is gathered here, but in fp32: autocast
-    # makes it compute in `dtype`, as the layers do, which gather themselves.
+    # generate() bypasses the root's forward(), so the root is gathered here, in fp32. Under
+    # autocast it still computes in `dtype`, as the layers do, which gather themselves.
     dtype = PRECISIONS[args.precision][0]
     device_type = batch["input_ids"].device.type
     with (
@@ -545,7 +547,7 @@ def parse_args():
     add("--summary-column", default="headline", help="of the dataset, with their summaries")
     add("--num-train-samples", default=8000, type=at_least_0, help="at most; 0 for all")
     add("--num-validation-samples", default=300, type=at_least_0, help="at most; 0 for all")
-    add("--max-summary-share", default=0.75, type=number, help="summary / text, in characters")
+    add("--max-summary-share", default=0.75, type=number, help="drop if summary / text is above")
     add("--max-source-length", default=512, type=at_least_1, help="tokens kept of an article")
     add("--max-target-length", default=150, type=at_least_1, help="tokens of a summary, at most")
 
