@@ -107,7 +107,7 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=non_negative_int,
-        help="save every so many steps, in T5 also after each epoch, and at the end; 0: only if"
+        help="save every so many steps, and at the end (T5: also after each epoch); 0: only if"
         " the run is stopped, or was resumed",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
@@ -118,7 +118,7 @@ def add_checkpoint_flags(group):
 # A collective that takes longer fails: some process hangs or has died.
 TIMEOUT = timedelta(minutes=10)
 
-# The same where others wait for one process to download, to tokenize or to write a model.
+# The limit where others wait for one process to download, to tokenize or to write a model.
 PATIENT_TIMEOUT = timedelta(hours=6)
 
 # Seconds that ranks other than 0 wait before they print an error. When one rank fails, those that
@@ -286,9 +286,9 @@ def setup(accelerator: torch.device | None) -> World:
     store = dist.HashStore()  # without torchrun: one process
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one, two ports further. The next port would not
-        # do: one that torchrun lets Linux choose is odd, and the even one above it may be in use,
-        # because Linux takes even ports for outgoing connections.
+        # (pytorch#135712), so rank 0 serves a new one, two ports further. Why two: where Linux has
+        # chosen torchrun's port, it is odd. The next is even, and may be in use, because Linux
+        # gives even ports to outgoing connections.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
@@ -533,11 +533,12 @@ def finished_checkpoints(folder: Path) -> list[Path]:
 def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     """The newest checkpoint, to go on from with --resume or after torchrun's restart, if there is
     one. A collective."""
-    # Each node counts its own restarts: those after one of its processes was lost.
+    # A node counts only the restarts that its own processes caused: add up those of all nodes.
     restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
     dist.all_reduce(restarts)
-    # torchrun also restarts a run that was refused, below. This file marks it, so that it is
-    # refused again, and does not go on from the earlier run's checkpoint.
+    # torchrun also restarts a run that ended with the UserError below. The file `refused` tells
+    # that restart from a real one: it ends in the same way, and does not go on from the earlier
+    # run's checkpoint.
     refused = folder / "refused"
     is_restart = restarts > 0 and not refused.exists()
     newest = max(finished_checkpoints(folder), default=None)
@@ -647,8 +648,8 @@ def load_checkpoint(path: Path, model, optimizer, world, extra=None, replica=0):
     try:
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         if f"{random_key(world)}.cpu" not in saved:
-            # Not saved for these processes: dcp.load must not look for it. random_state, which is
-            # set below, still has the present one.
+            # Saved by another number of processes or kind of device, so dcp.load must not look for
+            # it. random_state keeps the present values, and setting them below changes nothing.
             del state[random_key(world)]
 
         # Loading into a model of fewer parameters would succeed, in silence.

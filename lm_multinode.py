@@ -111,7 +111,7 @@ def shard(args, world, config) -> nn.Module:
 
     mesh = make_mesh(args, world)
     if args.sharding_strategy == "DILOCO":
-        mesh = mesh["shard"]  # FSDP knows of one replica only
+        mesh = mesh["shard"]  # FSDP sees this replica only, and sends nothing to the others
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(PRECISIONS[args.precision], torch.float32),
@@ -122,8 +122,8 @@ def shard(args, world, config) -> nn.Module:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     for modules in embedding_and_head(model):
-        # Not freed after forward: backward begins with the output layer, and never needs the
-        # embedding, but FSDP would gather both again.
+        # Not freed after forward. Else FSDP would gather both again for backward: the output layer
+        # at once, and the embedding for nothing.
         fully_shard(modules, reshard_after_forward=False, **options)
     # The root unit: with tied weights embedding and norm, else nothing. FSDP needs it all the same.
     fully_shard(model, **options)
@@ -143,8 +143,8 @@ def make_mesh(args, world):
     if replicas == 1 and not is_hybrid:
         return init_device_mesh(world.device.type, (world.size,))
 
-    # Hybrids have both even with one replica: DiLoCo asks for them by name. The last dimension
-    # counts fastest: neighbours, on one node, are the shards of a replica.
+    # Hybrids have both even with one replica: DiLoCo asks for them by name. Ranks next to each
+    # other, most often on one node, are the shards of one replica.
     names = ("replicate", "shard")
     return init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=names)
 
@@ -225,8 +225,8 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
         # gradient of the mean over the global batch, as if one process held it. (With DILOCO FSDP
-        # divides by a replica's ranks only, so this is the mean over the replica's own part of the
-        # batch, which has global_targets / replicas.)
+        # divides by a replica's ranks only. That leaves a factor, the number of replicas: it is the
+        # mean over the replica's own targets, global_targets / replicas.)
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -274,7 +274,7 @@ class OuterOptimizer:
 
     def state(self) -> dict:
         """`extra` and `replica` for `common`'s save_checkpoint and load_checkpoint. There replicas
-        count from 1, because `model0` is a run without DiLoCo."""
+        count from 1: number 0 is a run without DiLoCo."""
         tensors = {"synced": self.synced, "momentum": self.momentum}
         return {"extra": tensors, "replica": 1 + self.replica_number}
 
@@ -560,7 +560,7 @@ def batches_on_device(args, world, source, tokenizer, position: dict | None):
     options = {"args": args, "tokenizer": tokenizer, "seed": [args.seed, world.rank]}
     sequences = own.repeat(None).map(
         pack,
-        with_indices=True,  # they count on from pass to pass: each has another order
+        with_indices=True,  # they go on from pass to pass, so each shuffle has another seed
         batched=True,
         batch_size=500,
         remove_columns=["text"],
@@ -630,8 +630,8 @@ PEAK_TFLOPS = {
 
 
 def mfu_per_token_per_second(args, world, meta_model) -> float:
-    """What a token costs, as a share of what all GPUs can compute in a second. Times tokens/s it is
-    MFU, Model FLOPs Utilization. 0 where the peak is unknown.
+    """What a token costs, as a share of what all GPUs can compute in a second. Multiplied by
+    tokens/s it is MFU, Model FLOPs Utilization. 0 where the peak is unknown.
 
     By PaLM's appendix B (arXiv:2204.02311). An embedding counts only if it is also the output
     layer, because looking up computes nothing.
@@ -747,7 +747,7 @@ def parse_args():
     add = parser.add_argument_group("training").add_argument
     add("--max-steps", default=500, type=at_least_1, help="steps of the optimizer")
     add("--micro-batch-size", default=4, type=at_least_1, help="sequences in a process at once")
-    add("--global-batch-size", default=0, type=at_least_0, help="sequences a step; 0: 16 or more")
+    add("--global-batch-size", default=0, type=at_least_0, help="sequences a step; 0: about 16")
     add("--lr", default=0.0, type=number, help="the highest; 0: 5e-3 for tiny, 4e-4 for others")
     add("--warmup-steps", default=20, type=at_least_0, help="steps to the highest learning rate")
     add("--weight-decay", default=0.1, type=number, help="of all weights")
@@ -755,9 +755,9 @@ def parse_args():
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="see the README")
-    add("--shards-per-replica", default=0, type=at_least_0, help="of hybrids; 0: those of a node")
+    add("--shards-per-replica", default=0, type=at_least_0, help="hybrids; 0: processes of a node")
     add("--local-steps", default=50, type=at_least_1, help="of DILOCO, between synchronizations")
-    add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1, and momentum 0: the mean")
+    add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1 with momentum 0: the mean")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO, Nesterov's")
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")

@@ -66,7 +66,8 @@ from transformers import (
 
 import common
 
-# FSDP2 warns that a unit returns a view, which must not be modified in place. Nothing does.
+# FSDP2 warns that a wrapped module returns a view, which must not be modified in place. No code
+# here modifies it.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
 
@@ -208,8 +209,8 @@ def build(args, world, config):
     else:
         model = shard_with_fsdp1(args, world, config)
 
-    # Not fused in fp16, for either version: it fails with ShardedGradScaler, which FSDP1 needs, see
-    # below.
+    # Fused AdamW fails with ShardedGradScaler, which FSDP1 needs in fp16, see below. In FSDP2 it is
+    # off as well, so that both versions round alike.
     uses_fp16 = args.precision == "fp16"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, fused=not uses_fp16)
@@ -316,8 +317,9 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     if args.fsdp_version == 2:
         return model.generate(**options)
 
-    # generate() bypasses the root's forward(), so the root is gathered here, in fp32. Under
-    # autocast it still computes in `dtype`, as the layers do, which gather themselves.
+    # generate() bypasses the root's forward(), so the root is gathered here, in fp32, and autocast
+    # makes it compute in `dtype`. The layers' forward() does run: they gather themselves, in
+    # `dtype`.
     dtype = PRECISIONS[args.precision][0]
     device_type = batch["input_ids"].device.type
     with (
@@ -547,7 +549,12 @@ def parse_args():
     add("--summary-column", default="headline", help="of the dataset, with their summaries")
     add("--num-train-samples", default=8000, type=at_least_0, help="at most; 0 for all")
     add("--num-validation-samples", default=300, type=at_least_0, help="at most; 0 for all")
-    add("--max-summary-share", default=0.75, type=number, help="drop if summary / text is above")
+    add(
+        "--max-summary-share",
+        default=0.75,
+        type=number,
+        help="leave out articles whose summary is longer than this share of the text",
+    )
     add("--max-source-length", default=512, type=at_least_1, help="tokens kept of an article")
     add("--max-target-length", default=150, type=at_least_1, help="tokens of a summary, at most")
 
@@ -665,7 +672,7 @@ def main(args, world):
     if steps_left <= 0 or 0 < args.max_steps <= step:
         log.print("         no step is left; to train on, raise --epochs or --max-steps")
         # No return: a run that was stopped on an epoch's last step has not validated yet. The loop
-        # below does it, without a step.
+        # below has no batches then, and only validates and saves.
 
     # Train
     best_folder = args.output_dir / "best"
