@@ -747,7 +747,12 @@ def parse_args():
     add = parser.add_argument_group("training").add_argument
     add("--max-steps", default=500, type=at_least_1, help="steps of the optimizer")
     add("--micro-batch-size", default=4, type=at_least_1, help="sequences in a process at once")
-    add("--global-batch-size", default=0, type=at_least_0, help="sequences a step; 0: about 16")
+    add(
+        "--global-batch-size",
+        default=0,
+        type=at_least_0,
+        help="sequences in a step; 0: the first multiple of micro-batch x processes from 16 on",
+    )
     add("--lr", default=0.0, type=number, help="the highest; 0: 5e-3 for tiny, 4e-4 for others")
     add("--warmup-steps", default=20, type=at_least_0, help="steps to the highest learning rate")
     add("--weight-decay", default=0.1, type=number, help="of all weights")
