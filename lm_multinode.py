@@ -21,7 +21,7 @@ OpenDiLoCo's (arXiv:2407.07852), which has a batch of 512. Nobody has run them t
 has 149 million parameters in its layers, and 215 million with the vocabulary of that tokenizer.
 
 Where it departs: texts are packed into full sequences (its code pads each to 1,024 tokens), the
-global batch counts the processes, gradients are sent after the last micro-batch (its code, by
+global batch is that of all processes, gradients are sent after the last micro-batch (its code, by
 mistake, sends them after each but the last), every decoder layer is sharded by itself (not the
 model as a whole), the learning rate has a schedule, and the strategies, which have FSDP1's names,
 are made with FSDP2 (t5_fsdp.py has both versions).
@@ -91,7 +91,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for each forward and each backward
     "HYBRID_SHARD": True,  # ZeRO-3 in each replica, most often a node; replicas share gradients
-    "DILOCO": True,  # ZeRO-3 in each replica; they train alone and now and then share weights
+    "DILOCO": True,  # ZeRO-3 in each replica; they train alone, and now and then average weights
     "SHARD_GRAD_OP": False,  # ZeRO-2: parameters are gathered once a step
     "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 in each replica; replicas share gradients
     "NO_SHARD": False,  # DDP: every process has the whole model; all share gradients
@@ -189,8 +189,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         cross_entropy.compile()
 
     if args.activation_checkpointing:
-        # FSDP goes around these wrappers. The other way round, recomputing would gather the layer
-        # once more in backward.
+        # FSDP goes around these wrappers, as prepare_layers comes before sharding.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
     return layers_of(model)  # not `layers`: the wrappers have taken their places
 
@@ -411,8 +410,8 @@ def check_config(args, config, tokenizer):
         )
 
 
-# These functions are not inside of others, because they are pickled: for all ranks and, on macOS,
-# for the workers of DataLoaders.
+# These functions are not inside of others, because they are pickled: rank 0 sends them to all ranks
+# (see main), and on macOS each rank sends them to the workers of its DataLoader.
 
 
 def is_own(row: dict, number: int, rank: int, size: int) -> bool:
@@ -614,7 +613,7 @@ def validate(args, world, model, sequences: dict, log, step: int):
 
 # ---- Which strategy is fastest here? ------------------------------------------------------------
 
-# Dense bf16, by the words in a device's name; the last that fit.
+# Dense bf16, by the words in a device's name; if several entries fit, the last counts.
 PEAK_TFLOPS = {
     "A100": 312,
     "L40S": 362,
@@ -762,7 +761,7 @@ def parse_args():
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="see the README")
     add("--shards-per-replica", default=0, type=at_least_0, help="hybrids; 0: processes of a node")
     add("--local-steps", default=50, type=at_least_1, help="of DILOCO, between synchronizations")
-    add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1 with momentum 0: the mean")
+    add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1 with momentum 0 averages")
     add("--outer-momentum", default=0.9, type=number, help="of DILOCO, Nesterov's")
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
@@ -830,8 +829,8 @@ def main(args, world):
     with name_dataset_in_errors(args):
         if world.rank == 0:
             source_and_held_out = list(load_texts(args))
-        # Of the source, which is a stream, files and functions are sent, but no texts (except those
-        # of the small `builtin`).
+        # The source is a stream. What is sent is its list of files and its functions, not its texts
+        # (except those of the small `builtin`).
         dist.broadcast_object_list(source_and_held_out, group=world.patient_group)
         source, held_out = source_and_held_out
         config, tokenizer = load_config_and_tokenizer(args, world, source)
@@ -897,8 +896,8 @@ def main(args, world):
         totals[0] += loss_sum
         totals[1] += step_tokens / world.size
 
-        # A step at which all processes meet. Without DiLoCo each one is. With it, replicas wait for
-        # each other in between only to save a checkpoint.
+        # A step at which all processes meet. Without DiLoCo every step is one. With it, replicas
+        # wait for each other in between only to save a checkpoint.
         at_sync_step = is_due(args, step, sync_every)
         if outer and at_sync_step:
             optimizer.zero_grad()  # makes room for the outer gradient

@@ -195,8 +195,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         cross_entropy.compile()
 
     if args.activation_checkpointing:
-        # FSDP goes around these wrappers. The other way round, recomputing would gather the layer
-        # once more in backward.
+        # FSDP goes around these wrappers, as prepare_layers comes before sharding.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
     return layers_of(model)  # not `layers`: the wrappers have taken their places
 
