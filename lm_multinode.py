@@ -1,8 +1,7 @@
 r"""How do I pretrain a language model on many nodes, and which sharding strategy do I pick?
 
 Pretrains a Llama on full sequences of text with FSDP2 (`fully_shard`), under each of FSDP's five
-strategies, or with DiLoCo where links are slow. Without flags it needs no download: a tiny Llama
-learns Python's own reference.
+strategies. Without flags it needs no download: a tiny Llama learns Python's own reference.
 
     python lm_multinode.py                  # one process for each GPU, or two on the CPU
     python lm_multinode.py --num-processes 4 --compare-strategies --shards-per-replica 2
@@ -27,16 +26,15 @@ model as a whole), the learning rate has a schedule, and the strategies, which h
 are made with FSDP2 (t5_fsdp.py has both versions).
 """
 
-import contextlib
 import copy
+import functools
 import gc
-import json
 import math
+import os
 import re
 import statistics
 import time
 import zlib
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -84,19 +82,18 @@ AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 # add up many small numbers; the optimizer's shards are always fp32.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# All strategies: FSDP1's names, and DILOCO. In FSDP2 each is two facts: the mesh (see mesh_shape),
-# and reshard_after_forward, which frees the layers' parameters after forward and gathers them again
-# for backward. Ordered by the memory of a process, roughly the least first.
-# docs/multi-node.md has what each of them sends.
+# All strategies, by FSDP1's names. In FSDP2 each is two facts: the mesh (see mesh_shape), and
+# reshard_after_forward, which frees the layers' parameters after forward and gathers them again for
+# backward. Ordered by the memory of a process, roughly the least first. docs/multi-node.md has what
+# each of them sends.
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for each forward and each backward
     "HYBRID_SHARD": True,  # ZeRO-3 in each replica, most often a node; replicas share gradients
-    "DILOCO": True,  # ZeRO-3 in each replica; they train alone, and now and then average weights
     "SHARD_GRAD_OP": False,  # ZeRO-2: parameters are gathered once a step
     "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 in each replica; replicas share gradients
     "NO_SHARD": False,  # DDP: every process has the whole model; all share gradients
 }
-HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "DILOCO")
+HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 def shard(args, world, config) -> nn.Module:
@@ -105,15 +102,11 @@ def shard(args, world, config) -> nn.Module:
     full_model = None
     if world.rank == 0:
         full_model = load_model(args, config)  # on the CPU
-    dist.barrier(world.patient_group)  # the others wait, if need be hours for a download
     model = make_meta_model(config)  # shapes only: the whole model need not fit a device
     layers = prepare_layers(args, model)
 
-    mesh = make_mesh(args, world)
-    if args.sharding_strategy == "DILOCO":
-        mesh = mesh["shard"]  # FSDP sees this replica only, and sends nothing to the others
     options = {
-        "mesh": mesh,
+        "mesh": make_mesh(world.device.type, *mesh_shape(args, world)),
         "mp_policy": MixedPrecisionPolicy(PRECISIONS[args.precision], torch.float32),
     }
     if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
@@ -136,17 +129,13 @@ def shard(args, world, config) -> nn.Module:
     return model
 
 
-def make_mesh(args, world):
+@functools.cache  # else --compare-strategies would make the same process groups again
+def make_mesh(device_type: str, replicas: int, shards: int):
     """One dimension, to shard over, or two, replicas x shards. A collective."""
-    replicas, shards = mesh_shape(args, world)
-    is_hybrid = args.sharding_strategy in HYBRIDS
-    if replicas == 1 and not is_hybrid:
-        return init_device_mesh(world.device.type, (world.size,))
-
-    # Hybrids have both even with one replica: DiLoCo asks for them by name. Ranks next to each
-    # other, most often on one node, are the shards of one replica.
-    names = ("replicate", "shard")
-    return init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=names)
+    if replicas == 1:
+        return init_device_mesh(device_type, (shards,))
+    # Ranks next to each other, most often on one node, are the shards of one replica.
+    return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def mesh_shape(args, world) -> tuple[int, int]:
@@ -202,20 +191,18 @@ def build(args, world, config):
     return model, torch.optim.AdamW(trained, fused=True, **options)
 
 
-def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """One step of the optimizer on this rank's part of the global batch. A collective.
+def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step of the optimizer. `micro_batches` are this rank's part of the global batch. A
+    collective.
 
     Returns this rank's summed loss and the gradient norm, as tensors: to read a number would make
-    the host wait for the device; and the position in this rank's data.
+    the host wait for the device.
     """
-    num_micro_batches = args.global_batch_size // (args.micro_batch_size * world.size)
     global_targets = args.global_batch_size * args.seq_length
-
     loss_sum = torch.zeros((), device=world.device)
     optimizer.zero_grad()
-    for number in range(num_micro_batches):
-        micro_batch, data_position = next(batches)
-        is_last = number == num_micro_batches - 1
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        is_last = number == len(micro_batches)
 
         # Only the last micro-batch sends gradients. Until then each process keeps those of all
         # parameters, under every strategy, and ZeRO-2's parameters stay gathered.
@@ -223,59 +210,13 @@ def train_step(args, world, model, optimizer, batches) -> tuple[torch.Tensor, to
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
-        # gradient of the mean over the global batch, as if one process held it. (With DILOCO FSDP
-        # divides by a replica's ranks only. That leaves a factor, the number of replicas: it is the
-        # mean over the replica's own targets, global_targets / replicas.)
+        # gradient of the mean over the global batch, as if one process held it.
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     optimizer.step()
-    return loss_sum, grad_norm, data_position
-
-
-class OuterOptimizer:
-    """DiLoCo's (arXiv:2311.08105): SGD with Nesterov momentum on what all replicas share. To make
-    one is a collective."""
-
-    def __init__(self, args, world, model):
-        mesh = make_mesh(args, world)
-        self.args = args
-        self.shard_group = mesh.get_group("shard")  # the ranks of this replica
-        # The ranks, one in each replica, that hold the same part of each parameter as this one.
-        self.replicate_group = mesh.get_group("replicate")
-        self.replica_number = mesh.get_local_rank("replicate")
-        # This rank's shards, as views: to write into them is to change the model.
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.weights = [parameter.detach().to_local() for parameter in trained]
-        self.synced = self.flat_weights()  # as last synchronized: the same in all replicas
-        self.momentum = torch.zeros_like(self.synced)
-
-    def flat_weights(self) -> torch.Tensor:
-        """A copy in one tensor: on a slow network each all-reduce would cost a round trip."""
-        return torch.cat([weight.flatten() for weight in self.weights])
-
-    @torch.no_grad()
-    def step(self):
-        """The outer gradient is the weights of the last synchronization, minus the mean of what the
-        replicas have now. One step with it gives what all of them go on from. A collective."""
-        beta = self.args.outer_momentum
-        gradient = self.synced - self.flat_weights()
-        dist.all_reduce(gradient, group=self.replicate_group)
-        gradient.div_(self.replicate_group.size())
-        self.momentum.mul_(beta).add_(gradient)
-        gradient.add_(self.momentum, alpha=beta)
-        self.synced.sub_(gradient, alpha=self.args.outer_lr)
-
-        parts = self.synced.split([weight.numel() for weight in self.weights])
-        for weight, part in zip(self.weights, parts, strict=True):
-            weight.copy_(part.view_as(weight))
-
-    def state(self) -> dict:
-        """`extra` and `replica` for `common`'s save_checkpoint and load_checkpoint. There replicas
-        count from 1: number 0 is a run without DiLoCo."""
-        tensors = {"synced": self.synced, "momentum": self.momentum}
-        return {"extra": tensors, "replica": 1 + self.replica_number}
+    return loss_sum, grad_norm
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -347,58 +288,25 @@ def make_meta_model(config) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def load_config_and_tokenizer(args, world, source) -> tuple:
-    """Those of a pretrained model, or of one of `MODELS` with any tokenizer. A collective."""
+def load_data(args) -> tuple:
+    """The stream of texts to train on, texts to validate on, the model's config, the tokenizer."""
+    source, held_out = load_texts(args)
     is_pretrained = args.model not in MODELS
-    tokenizer_name = args.tokenizer or (args.model if is_pretrained else None)
-    options = {"local_files_only": world.local_rank != 0}  # one process of a node asks the Hub
-    if is_pretrained:
-        common.check_path("--model", args.model)
-    if tokenizer_name:
-        common.check_path("--tokenizer", tokenizer_name)
-    try:
-        with common.first_on_node(world):
-            if is_pretrained:
-                config = AutoConfig.from_pretrained(args.model, **options)
-            if tokenizer_name:
-                tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, **options)
-    except (OSError, ValueError) as error:
-        message = f"--model {args.model} or --tokenizer {tokenizer_name} cannot be read: {error}"
-        if "gated" in message:
-            message += "; then run `hf auth login`, or choose another"
-        raise common.UserError(message) from error
+    if args.tokenizer or is_pretrained:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+    else:  # a small one, of the first texts
+        texts = [row["text"] for row in source.take(2000)]
+        tokenizer = common.train_tokenizer(texts, vocab_size=2048, append_eos=False)
 
-    if not tokenizer_name:  # a small one, of the first texts, which rank 0 reads
-        trained = [None]
-        if world.rank == 0:
-            texts = [row["text"] for row in source.take(2000)]
-            trained = [common.train_tokenizer(texts, vocab_size=2048, append_eos=False)]
-        dist.broadcast_object_list(trained, group=world.patient_group)
-        [tokenizer] = trained
-    if tokenizer.eos_token is None:
-        raise common.UserError(f"the tokenizer of {tokenizer_name} has no end-of-text token")
-    if not is_pretrained:
+    if is_pretrained:
+        config = AutoConfig.from_pretrained(args.model)
+    else:
         config = copy.deepcopy(MODELS[args.model])
         config.vocab_size = 64 * math.ceil(len(tokenizer) / 64)  # fast on tensor cores
         config.bos_token_id = None
         config.eos_token_id = tokenizer.eos_token_id
         config.max_position_embeddings = args.seq_length
     config._attn_implementation = ATTENTION
-    check_config(args, config, tokenizer)
-    return config, tokenizer
-
-
-def check_config(args, config, tokenizer):
-    """Raise UserError where this script cannot train such a model on these sequences."""
-    try:
-        model = make_meta_model(config)
-        layers_of(model)  # raises AttributeError where such a part is missing
-        embedding_and_head(model)
-    except (ValueError, AttributeError) as error:
-        raise common.UserError(
-            f"--model {args.model} has other parts than this script expects ({error});"
-            " docs/your-model-and-data.md says what to change"
-        ) from error
 
     # ATTENTION ignores sliding windows: a sequence must fit into one.
     window = getattr(config, "sliding_window", None) or math.inf
@@ -408,26 +316,16 @@ def check_config(args, config, tokenizer):
             f"--model {args.model} takes a --tokenizer of {config.vocab_size} tokens at most, and a"
             f" --seq-length of {longest}"
         )
+    return source, held_out, config, tokenizer
 
 
-# These functions are not inside of others, because they are pickled: rank 0 sends them to all ranks
-# (see main), and on macOS each rank sends them to the workers of its DataLoader.
+# These functions are not inside of others, because they are pickled: for the other processes of a
+# node (see common.first_on_node) and, on macOS, for the worker of the DataLoader.
 
 
-def is_own(row: dict, number: int, rank: int, size: int) -> bool:
-    """Each rank has every n-th row."""
-    return number % size == rank
-
-
-def read_lines(rows: dict, column: str) -> dict:
-    """The rows of JSON lines. Broken ones are left out."""
-    texts = []
-    for line in rows["text"]:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            text = json.loads(line)[column]
-            json.dumps(text, ensure_ascii=False).encode()  # fails for half a surrogate pair
-            texts.append(text)
-    return {"text": texts}
+def is_own(row: dict, number: int, part: int, num_parts: int) -> bool:
+    """Each part has every n-th text."""
+    return number % num_parts == part
 
 
 def choose_texts(rows: dict, column: str, held_out: bool) -> dict:
@@ -448,61 +346,36 @@ def builtin_texts() -> list[str]:
 def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
     """A stream of texts that knows its position, and those that are held out to validate.
 
-    It lists the dataset's files and reads the first. Only rank 0 calls it: if all processes of a
-    large run asked the Hub, it would refuse most of them.
+    It lists the dataset's files and reads the first.
     """
-    for path in args.dataset:
-        common.check_path("--dataset", path)
-    name = args.dataset[0]
     column = args.text_column
-    is_json = all(re.search(r"\.jsonl?(\.\w+)?$", path) for path in args.dataset)
-    is_parquet = all(path.endswith(".parquet") for path in args.dataset)
-    if len(args.dataset) > 1 and not (is_json or is_parquet):
-        raise ValueError("several must be files of one kind: .jsonl or .parquet")
-    stream = {"split": "train", "streaming": True}
+    name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
+    kind = re.search(r"\.(json|parquet)l?(\.\w+)?$", name)
     if name == "builtin":
-        rows = datasets.Dataset.from_dict({column: builtin_texts()})
-        rows = rows.to_iterable_dataset(num_shards=64)
-    elif is_json:  # as text: of a broken line the json reader makes an error
-        rows = datasets.load_dataset("text", data_files=args.dataset, **stream)
-    elif is_parquet:
-        rows = datasets.load_dataset("parquet", data_files=args.dataset, **stream)
-    elif Path(name).is_file():
-        raise ValueError("it is none of .json, .jsonl, .json.gz, .jsonl.gz, .parquet")
+        rows = datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset(64)
+    elif kind:
+        rows = datasets.load_dataset(kind[1], data_files=name, split="train", streaming=True)
     else:
-        hub_name = "allenai/c4:en" if name == "c4" else name
-        rows = datasets.load_dataset(*hub_name.split(":"), **stream)
+        rows = datasets.load_dataset(*name.split(":"), split="train", streaming=True)
+    first = next(iter(rows), {})
+    if column not in first:
+        raise common.UserError(f"--dataset {name} has no column {column}, but {', '.join(first)}")
 
-    raw_rows = rows
-    if is_json:
-        rows = rows.map(read_lines, batched=True, fn_kwargs={"column": column})
-        column = "text"
     rows = rows.select_columns([column])
     sides = []
     for is_held_out in (False, True):
         options = {"column": column, "held_out": is_held_out}
-        sides.append(
-            rows.map(choose_texts, batched=True, remove_columns=[column], fn_kwargs=options)
+        # In batches of 100: datasets joins the numbers of a batch's rows to a text.
+        side = rows.map(
+            choose_texts,
+            batched=True,
+            batch_size=100,
+            remove_columns=[column],
+            fn_kwargs=options,
         )
+        sides.append(side)
     source, held_out = sides
-    validation = [row["text"] for row in held_out.take(args.num_validation_texts)]
-    if not validation:
-        first = [str(row)[:200] for row in raw_rows.take(1)]
-        raise ValueError(
-            f"too few texts in --text-column {args.text_column}; it begins with {first}"
-        )
-    return source, validation
-
-
-@contextlib.contextmanager
-def name_dataset_in_errors(args):
-    """Errors in reading the dataset become UserErrors that name it. A worker's error has a whole
-    traceback as its text, of which the last line counts."""
-    try:
-        yield
-    except (OSError, EOFError, ValueError, KeyError, zlib.error) as error:
-        cause = common.last_line(error)
-        raise common.UserError(f"--dataset {' '.join(args.dataset)}: {cause}") from error
+    return source, [row["text"] for row in held_out.take(args.num_validation_texts)]
 
 
 def pack(rows: dict, indices: list[int], args, tokenizer, seed: list[int]) -> dict:
@@ -518,7 +391,7 @@ def pack(rows: dict, indices: list[int], args, tokenizer, seed: list[int]) -> di
     length = args.seq_length
     num_sequences = (len(tokens) - 1) // length
     if num_sequences == 0:
-        raise ValueError(
+        raise common.UserError(
             f"{len(texts)} texts do not fill one sequence; use more texts or a lower --seq-length"
         )
     end = num_sequences * length
@@ -528,60 +401,76 @@ def pack(rows: dict, indices: list[int], args, tokenizer, seed: list[int]) -> di
     }
 
 
-class Batches(IterableDataset):
-    """Micro-batches, each with the position after it, where a resumed run goes on."""
+def make_stream(args, source, tokenizer, number: int):
+    """Packed sequences of the texts of one stream, pass after pass.
 
-    def __init__(self, args, sequences: datasets.IterableDataset):
-        self.args = args
-        self.sequences = sequences
-
-    def __iter__(self):
-        try:
-            for rows in self.sequences.iter(self.args.micro_batch_size):
-                batch = {name: np.stack(rows[name]) for name in rows}
-                yield batch, self.sequences.state_dict()
-        except UnicodeDecodeError as error:  # a worker cannot hand this kind to its parent
-            raise ValueError(str(error)) from error
-        # `repeat` ends only where a whole pass has no text.
-        raise ValueError("too few texts for each process to have one")
-
-
-def batches_on_device(args, world, source, tokenizer, position: dict | None):
-    """Yield micro-batches of this rank's own texts, pass after pass, on its device, each with the
-    position after it. A worker process packs ahead."""
-    if source.num_shards % world.size == 0:  # 64 files on 8 processes: each reads 8 of them
-        own = split_dataset_by_node(source, world.rank, world.size)
-    else:
-        # 3 files on 8 processes: each reads all, and keeps every eighth text. (With
-        # `split_dataset_by_node` each would pack all texts, and then keep every eighth batch.)
-        options = {"rank": world.rank, "size": world.size}
-        own = source.filter(is_own, with_indices=True, fn_kwargs=options)
-    options = {"args": args, "tokenizer": tokenizer, "seed": [args.seed, world.rank]}
-    sequences = own.repeat(None).map(
+    A step has a micro-batch of each stream. So it has the same sequences on any number of
+    processes, and a run may go on with more or fewer of them.
+    """
+    num_streams = args.global_batch_size // args.micro_batch_size
+    # 16 streams and 64 files: each has four. 16 streams and 8 files: two share a file, and each
+    # keeps every second text.
+    sharing = num_streams // math.gcd(source.num_shards, num_streams)
+    own = split_dataset_by_node(source, number // sharing, num_streams // sharing)
+    if sharing > 1:
+        options = {"part": number % sharing, "num_parts": sharing}
+        own = own.filter(is_own, with_indices=True, fn_kwargs=options)
+    return own.repeat(None).map(
         pack,
         with_indices=True,  # they go on from pass to pass, so each shuffle has another seed
         batched=True,
-        batch_size=500,
+        batch_size=max(100, args.seq_length // 8),  # texts in a block
         remove_columns=["text"],
-        fn_kwargs=options,
+        fn_kwargs={"args": args, "tokenizer": tokenizer, "seed": [args.seed, number]},
     )
-    sequences.load_state_dict(position)
 
+
+class Steps(IterableDataset):
+    """For each step this rank's micro-batches, one of each of its streams, and the positions of
+    these streams after it, where a resumed run goes on."""
+
+    def __init__(self, streams: list[datasets.IterableDataset], micro_batch_size: int):
+        self.streams = streams
+        self.micro_batch_size = micro_batch_size
+
+    def __iter__(self):
+        iterators = [stream.iter(self.micro_batch_size) for stream in self.streams]
+        for rows_of_streams in zip(*iterators, strict=False):
+            micro_batches = [
+                {name: np.stack(rows[name]) for name in rows} for rows in rows_of_streams
+            ]
+            yield micro_batches, [stream.state_dict() for stream in self.streams]
+        # `repeat` ends only where a whole pass has no text.
+        raise common.UserError("there are fewer texts than micro-batches in a step")
+
+
+def steps_on_device(args, world, source, tokenizer, positions: list | None):
+    """Yield for each step what `Steps` has, on this rank's device. A worker process packs ahead.
+
+    positions: of all streams, to go on from.
+    """
+    streams = []
+    num_streams = args.global_batch_size // args.micro_batch_size
+    for number in range(world.rank, num_streams, world.size):
+        stream = make_stream(args, source, tokenizer, number)
+        if positions:
+            stream.load_state_dict(positions[number])
+        streams.append(stream)
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # true hangs in a forked worker
     loader = DataLoader(
-        Batches(args, sequences),
+        Steps(streams, args.micro_batch_size),
         batch_size=None,
-        num_workers=1,  # not 2: `IterableDataset.iter` would give every batch to both
-        prefetch_factor=8,
+        num_workers=1,  # not 2: both would give every step
+        multiprocessing_context=common.WORKER_START,
+        worker_init_fn=common.ignore_stops,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
-        # DataLoader draws a seed. Drawn from the global generator it would change dropout after a
-        # resume.
-        generator=torch.Generator(),
     )
-    with name_dataset_in_errors(args):
-        for batch, position in common.start_workers(loader):
-            for name, tensor in batch.items():
-                batch[name] = tensor.to(world.device, non_blocking=True)
-            yield batch, position
+    for micro_batches, positions in loader:
+        for micro_batch in micro_batches:
+            for name, tensor in micro_batch.items():
+                micro_batch[name] = tensor.to(world.device, non_blocking=True)
+        yield micro_batches, positions
 
 
 @torch.no_grad()
@@ -607,8 +496,7 @@ def validate(args, world, model, sequences: dict, log, step: int):
     loss_sum, num_targets = common.sum_over_ranks(totals)
     val_loss = loss_sum / num_targets
     perplexity = math.exp(min(val_loss, 700))
-    log.write(step=step, val_loss=val_loss, perplexity=perplexity)
-    log.print(f"step {step:6,} | val_loss {val_loss:.4f} | perplexity {perplexity:,.1f}")
+    log.metrics({"step": step, "val_loss": val_loss, "perplexity": perplexity})
 
 
 # ---- Which strategy is fastest here? ------------------------------------------------------------
@@ -654,70 +542,49 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     return (6 * num_parameters + attention) / (peak_tflops * 1e12 * world.size)
 
 
-def compare_strategies(args, world, config, log, batches, mfu_per_speed: float):
+def compare_strategies(args, world, config, log, steps, mfu_per_speed: float):
     """Time a few steps under each strategy, with this model on these machines. A collective."""
     for strategy in RESHARD:
         args.sharding_strategy = strategy
         replicas, shards = mesh_shape(args, world)
-        common.reset_peak_memory(world.device)
-        try:
-            seconds, state_gib = time_steps(args, world, config, log, batches)
-        except torch.OutOfMemoryError as error:
-            # Other processes may now wait for this one: nothing can follow.
-            raise common.UserError(
-                f"{strategy} runs out of memory; most strategies after it need more"
-            ) from error
-
+        common.peak_gib(world.device)  # counts anew from here
+        seconds, state_gib = time_steps(args, world, config, log, steps)
         speed = args.global_batch_size * args.seq_length / seconds
-        memory = common.peak_memory(world.device)
-        line = (
-            f"{strategy:19} | {replicas:2} x {shards:2} | {speed:9,.0f} tokens/s"
-            f" | {seconds:7.3f} s | state {state_gib:.4f} GiB | {memory['peak_gib']:.2f} GiB"
-        )
-        record = {"tokens/s": speed, "step_seconds": seconds, "state_gib": state_gib, **memory}
+        record = {
+            "strategy": strategy,
+            "mesh": f"{replicas} x {shards}",
+            "tokens/s": speed,
+            "state_gib": state_gib,
+            "peak_gib": common.peak_gib(world.device),
+        }
         if mfu_per_speed > 0:
             record["mfu"] = speed * mfu_per_speed
-            line += f" | mfu {record['mfu']:.3g}"
-        log.write(strategy=strategy, replicas=replicas, shards=shards, **record)
-        log.print(line)
+        log.metrics(record)
         gc.collect()  # FSDP's objects refer to each other in circles
         if world.device.type != "cpu":
             torch.accelerator.empty_cache()
 
 
-def time_steps(args, world, config, log, batches) -> tuple[float, float]:
+def time_steps(args, world, config, log, steps) -> tuple[float, float]:
     """Seconds of a step, and the GiB of state that this process holds. A collective."""
     model, optimizer = build(args, world, config)
     times = []
     for _ in log.bar(range(7), args.sharding_strategy, 7):
         start = time.perf_counter()
-        loss_sum, _, _ = train_step(args, world, model, optimizer, batches)
+        micro_batches, _ = next(steps)
+        loss_sum, _ = train_step(args, world, model, optimizer, micro_batches)
         loss_sum.item()  # waits for the device
         times.append(time.perf_counter() - start)
-    seconds = statistics.median(times[2:])  # the first two allocate, compile and fill queues
-    state_gib = common.state_gib(model, optimizer)
-
-    if args.sharding_strategy == "DILOCO":
-        optimizer.zero_grad()  # as in main
-        outer = OuterOptimizer(args, world, model)
-        outer.step()  # sets up communication
-        outer.synced.sum().item()  # waits for the device
-        start = time.perf_counter()
-        outer.step()
-        outer.synced.sum().item()
-        seconds += (time.perf_counter() - start) / args.local_steps
-        state_gib += (outer.synced.nbytes + outer.momentum.nbytes) / 2**30
-    return seconds, state_gib
+    # The first two allocate, compile and fill queues.
+    return statistics.median(times[2:]), common.state_gib(model, optimizer)
 
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume refuses a checkpoint if one of these flags differs. Any other may change, but not from
-# DILOCO to another strategy, or back. (DILOCO also needs as many replicas and shards as before: see
-# `resume`.)
+# --resume refuses a checkpoint if one of these flags differs. Any other may change.
 MUST_MATCH = (
-    "model dataset text_column tokenizer seq_length global_batch_size lr warmup_steps max_steps"
-    " seed local_steps outer_lr outer_momentum"
+    "model dataset text_column tokenizer seq_length global_batch_size micro_batch_size lr"
+    " warmup_steps weight_decay max_steps seed"
 ).split()
 
 
@@ -730,14 +597,14 @@ def learning_rate(args, step: int, num_steps: int) -> float:
 
 
 def parse_args():
-    parser = common.Parser(__doc__)
-    at_least_0 = common.non_negative_int
-    at_least_1 = common.positive_int
-    number = common.non_negative_float
+    parser = common.make_parser(__doc__)
+    at_least_0 = common.at_least(0)
+    at_least_1 = common.at_least(1)
+    number = common.at_least(0, float)
 
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default="tiny", help="tiny, 150m, 1b, 7b; or pretrained: a Hub name, a folder")
-    add("--dataset", default=["builtin"], nargs="+", help="builtin; c4; Hub; .jsonl[.gz], .parquet")
+    add("--dataset", default="builtin", help="builtin; c4; .jsonl[.gz], .parquet, 'many*'; Hub")
     add("--text-column", default="text", help="of the dataset")
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
     add("--num-validation-texts", default=500, type=at_least_1, help="at most, held out")
@@ -760,9 +627,6 @@ def parse_args():
     switch = {"action": "store_true"}
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="see the README")
     add("--shards-per-replica", default=0, type=at_least_0, help="hybrids; 0: processes of a node")
-    add("--local-steps", default=50, type=at_least_1, help="of DILOCO, between synchronizations")
-    add("--outer-lr", default=0.7, type=number, help="of DILOCO; 1 with momentum 0 averages")
-    add("--outer-momentum", default=0.9, type=number, help="of DILOCO, Nesterov's")
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
@@ -787,28 +651,6 @@ def is_due(args, step: int, every: int) -> bool:
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
-def resume(
-    args, world, checkpoint, model, optimizer, outer_state: dict, log
-) -> tuple[int, dict | None]:
-    """Load a checkpoint. Returns the step after which it was saved, and this rank's position in the
-    data. A collective."""
-    progress = common.read_progress(checkpoint, args, MUST_MATCH)
-    if outer_state and progress["mesh"] != list(mesh_shape(args, world)):
-        raise common.UserError(
-            f"{checkpoint} has other replicas or shards; DILOCO cannot resume it"
-        )
-    common.load_checkpoint(checkpoint, model, optimizer, world, **outer_state)
-    log.print(f"resumed  from step {progress['step']}")
-    if progress["step"] >= args.max_steps:
-        log.print("         no step is left; to train on, start anew with a higher --max-steps")
-
-    positions = progress["data_positions"]
-    if len(positions) != world.size:
-        log.print(f"         saved by {len(positions)} processes: the data begins anew")
-        return progress["step"], None
-    return progress["step"], positions[world.rank]
-
-
 def main(args, world):
     log = common.Log(world, args.output_dir)
     checkpoint = None
@@ -825,118 +667,89 @@ def main(args, world):
         )
 
     # Data
-    source_and_held_out = [None, None]
-    with name_dataset_in_errors(args):
-        if world.rank == 0:
-            source_and_held_out = list(load_texts(args))
-        # The source is a stream. What is sent is its list of files and its functions, not its texts
-        # (except those of the small `builtin`).
-        dist.broadcast_object_list(source_and_held_out, group=world.patient_group)
-        source, held_out = source_and_held_out
-        config, tokenizer = load_config_and_tokenizer(args, world, source)
-        # As one block, number 0: in the same order in every run
-        validation_set = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
+    source, held_out, config, tokenizer = common.first_on_node(world, lambda: load_data(args))
+    # As one block, number 0: in the same order in every run
+    validation_set = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
     count = len(validation_set["labels"])
-    log.print(
-        f"data     {args.dataset[0]}, {source.num_shards} files, {count} sequences to validate"
-    )
+    log.print(f"data     {args.dataset}, {source.num_shards} files, {count} sequences to validate")
 
     # Model
     replicas, shards = mesh_shape(args, world)
     meta_model = make_meta_model(config)
-    extra_bytes = 8 if args.sharding_strategy == "DILOCO" else 0  # synced weights, their momentum
-    state = common.describe_state(meta_model, shards, world, args.cpu_offload, extra_bytes)
-    log.print(f"model    {args.model}, {state}")
+    log.print(f"model    {args.model}, {common.describe_state(meta_model, shards)}")
     log.print(
         f"fsdp     {args.sharding_strategy},"
         f" replicas x shards: {replicas} x {shards}, {args.precision}"
     )
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
-        batches = batches_on_device(args, world, source, tokenizer, None)
-        compare_strategies(args, world, config, log, batches, mfu_per_speed)
+        steps = steps_on_device(args, world, source, tokenizer, None)
+        compare_strategies(args, world, config, log, steps, mfu_per_speed)
         return
     model, optimizer = build(args, world, config)
-    outer = None
-    outer_state = {}
-    if args.sharding_strategy == "DILOCO":
-        outer = OuterOptimizer(args, world, model)
-        outer_state = outer.state()
 
     # Where the last run stopped
-    torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    first = 0
-    position = None
+    step = 0
+    positions = None
     if checkpoint:
-        first, position = resume(args, world, checkpoint, model, optimizer, outer_state, log)
+        progress = common.load_checkpoint(checkpoint, args, MUST_MATCH, model, optimizer)
+        step = progress["step"]
+        positions = progress["positions"]
+        log.print(f"resumed  from step {step} of {args.max_steps}")
     elif args.validate_every > 0:
-        validate(args, world, model, validation_set, log, step=0)
-    batches = batches_on_device(args, world, source, tokenizer, position)
+        validate(args, world, model, validation_set, log, step)
 
     # Train
-    sync_every = 1  # all processes wait for each other after so many steps
-    log_group = None
-    when_to_stop = "after this step"
-    if outer:
-        sync_every = args.local_steps
-        log_group = outer.shard_group  # a line shows the first replica
-        when_to_stop = f"after the next step that is a multiple of {sync_every}"
-    stop = common.StopRequest(world, when_to_stop)
+    stop = common.StopRequest()
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
-    totals = torch.zeros(2, device=world.device)  # since the last line: summed loss, its tokens
-    last_logged = first
+    loss_sum = torch.zeros((), device=world.device)  # since the last line
+    last_logged = step
     start = time.perf_counter()
 
-    steps = range(first + 1, args.max_steps + 1)
-    for step in log.bar(steps, "train", len(steps)):
+    numbers = range(step + 1, args.max_steps + 1)
+    steps = steps_on_device(args, world, source, tokenizer, positions)
+    for step in log.bar(numbers, "train", len(numbers)):
+        # A resumed run draws the same dropout; each rank draws its own.
+        torch.manual_seed(hash((args.seed, step, world.rank)))
         lr = learning_rate(args, step, args.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss_sum, grad_norm, position = train_step(args, world, model, optimizer, batches)
-        totals[0] += loss_sum
-        totals[1] += step_tokens / world.size
+        micro_batches, positions = next(steps)
+        step_loss, grad_norm = train_step(args, world, model, optimizer, micro_batches)
+        loss_sum += step_loss
 
-        # A step at which all processes meet. Without DiLoCo every step is one. With it, replicas
-        # wait for each other in between only to save a checkpoint.
-        at_sync_step = is_due(args, step, sync_every)
-        if outer and at_sync_step:
-            optimizer.zero_grad()  # makes room for the outer gradient
-            outer.step()
-        stop_now = at_sync_step and stop.on_any_rank()
-        # With --checkpoint-every 0 nothing else saves at the end of a resumed run, and the next
-        # --resume would make the same steps again.
-        ends_resumed_run = checkpoint is not None and step == args.max_steps
-        save_now = stop_now or ends_resumed_run or is_due(args, step, args.checkpoint_every)
-        # DiLoCo's replicas are the same model only where they have just synchronized.
-        validate_now = at_sync_step and is_due(args, step, args.validate_every)
-        log_now = save_now or validate_now or is_due(args, step, args.log_every)
-
-        if log_now:
-            all_loss, num_tokens = common.sum_over_ranks(totals, log_group)
-            speed = step_tokens * (step - last_logged) / (time.perf_counter() - start)
-            mfu = {"mfu": speed * mfu_per_speed} if mfu_per_speed > 0 else {}
-            log.step(step, all_loss / num_tokens, grad_norm.item(), lr, speed, **mfu)
-            totals.zero_()
+        stop_now = stop.on_any_rank()
+        save_now = stop_now or is_due(args, step, args.checkpoint_every)
+        validate_now = is_due(args, step, args.validate_every)
+        if save_now or validate_now or is_due(args, step, args.log_every):
+            num_tokens = step_tokens * (step - last_logged)
+            speed = num_tokens / (time.perf_counter() - start)
+            record = {
+                "step": step,
+                "loss": common.sum_over_ranks(loss_sum) / num_tokens,
+                "grad_norm": grad_norm.item(),
+                "lr": lr,
+                "tokens/s": speed,
+                "peak_gib": common.peak_gib(world.device),
+            }
+            if mfu_per_speed > 0:
+                record["mfu"] = speed * mfu_per_speed
+            log.metrics(record)
+            loss_sum.zero_()
             last_logged = step
 
-        if save_now:
-            positions = [None] * world.size
-            dist.all_gather_object(positions, position)
-            progress = {
-                "step": step,
-                "data_positions": positions,
-                "mesh": mesh_shape(args, world),
-                "settings": vars(args),
-            }
-            common.save_checkpoint(
-                args.output_dir, progress, model, optimizer, world, **outer_state
-            )
-        if stop_now and step < args.max_steps:
-            log.print_stopped(step)
-            return
-        if validate_now:
-            validate(args, world, model, validation_set, log, step)
-        if log_now:
+            if save_now:
+                gathered = [None] * world.size
+                dist.all_gather_object(gathered, positions)
+                # Rank 0 has streams 0, n, 2n, ..., rank 1 has streams 1, n + 1, ...
+                in_order = [position for nth in zip(*gathered, strict=True) for position in nth]
+                progress = {"step": step, "positions": in_order}
+                common.save_checkpoint(args.output_dir, progress, args, model, optimizer, world)
+            if stop_now and step < args.max_steps:
+                log.print(f"stopped  at step {step}, all is saved: go on with --resume")
+                return
+            if validate_now:
+                validate(args, world, model, validation_set, log, step)
             start = time.perf_counter()  # without the time of saving and validation
 
     if args.save_model:

@@ -18,18 +18,14 @@ out), both halves shuffle, memory is the peak of training (not read once, before
 FSDP2 is the default: FSDP1 is deprecated.
 """
 
-import ctypes
 import functools
 import gc
 import itertools
 import json
 import math
 import os
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -99,9 +95,9 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[f
         labels = labels.to(world.device, non_blocking=True)
 
         optimizer.zero_grad()
-        # As in the notebook: the sum over this rank's batch. FSDP averages it over ranks.
         loss = F.nll_loss(model(images), labels, reduction="sum")
-        loss.backward()
+        # The mean over this rank's images. FSDP averages over ranks: the mean over all images.
+        (loss / len(images)).backward()
         optimizer.step()
         loss_sum += loss.detach()  # stays on the device: .item() would make the host wait
 
@@ -143,24 +139,16 @@ class Network(nn.Module):
         return F.log_softmax(x, dim=1)
 
 
-class Setting(NamedTuple):
-    """A network, and what it trains on where digits are drawn. Large ones are slow: they make
-    enough steps to be measured, too few to learn much."""
-
-    make: Callable[[], nn.Module]
-    images: float  # at most, but those of four steps in any case
-    epochs: float  # at most
-    malloc_threshold: int  # see return_freed_memory
-
-
 NETWORKS = {
     # As in a transformer: no unit is much of the whole.
-    "layers": Setting(functools.partial(Network, 1024, equal_layers=40), 1280, 1, 2**16),
+    "layers": functools.partial(Network, 1024, equal_layers=40),
     # The notebook's: no activation between its layers.
-    "deep": Setting(functools.partial(Network, 9000, 1000, 1000, 1000, 128), 1280, 1, 2**16),
+    "deep": functools.partial(Network, 9000, 1000, 1000, 1000, 128),
     # Its activations are large beside its parameters.
-    "shallow": Setting(functools.partial(Network, 128), math.inf, math.inf, 2**25),
+    "shallow": functools.partial(Network, 128),
 }
+# Slow on a CPU. They see few of the drawn digits, once: enough to be measured, too few to learn.
+LARGE = ("layers", "deep")
 
 
 def draw_digits(count: int, seed: int) -> TensorDataset:
@@ -190,34 +178,32 @@ def load_digits(args, world) -> tuple[Dataset, Dataset]:
         train_set = draw_digits(args.num_train_samples or 60_000, 2 * args.seed)
         return train_set, draw_digits(2000, 2 * args.seed + 1)
 
+    def download():
+        datasets.MNIST(args.data_dir, download=True)
+
+    common.first_on_node(world, download)
     normalized = []
-    with common.first_on_node(world):
-        try:
-            for is_train in (True, False):
-                digits = datasets.MNIST(args.data_dir, is_train, download=True)
-                images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
-                normalized.append(TensorDataset(images, digits.targets))
-        except Exception as error:  # torchvision fails with whatever a broken file leads it to
-            raise common.UserError(
-                f"MNIST in {args.data_dir} cannot be read, nor downloaded: {error}"
-            ) from error
+    for is_train in (True, False):
+        digits = datasets.MNIST(args.data_dir, is_train)
+        images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
+        normalized.append(TensorDataset(images, digits.targets))
     train_set, test_set = normalized
     count = args.num_train_samples or len(train_set)
     return Subset(train_set, range(min(count, len(train_set)))), test_set
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's batches; the ranks take turns through the order that one process would follow."""
+    """This rank's part of batches of `batch_size` images: the ranks take turns through the order
+    that one process would follow."""
+    batch_size_of_rank = math.ceil(batch_size / world.size)
     sampler = DistributedSampler(
         dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
     )
-    if train and len(sampler) < batch_size:
-        raise common.UserError(
-            f"{len(dataset)} images are too few for --batch-size {batch_size} on {world.size} ranks"
-        )
+    if train and len(sampler) < batch_size_of_rank:
+        raise common.UserError(f"{len(dataset)} images do not fill a --batch-size of {batch_size}")
     return DataLoader(
         dataset,
-        batch_size,
+        batch_size_of_rank,
         sampler=sampler,
         drop_last=train,
         pin_memory=world.device.type != "cpu",
@@ -250,10 +236,10 @@ def evaluate(world, model, loader) -> tuple[float, float]:
 
 
 def parse_args():
-    parser = common.Parser(__doc__)
-    at_least_0 = common.non_negative_int
-    at_least_1 = common.positive_int
-    number = common.non_negative_float
+    parser = common.make_parser(__doc__)
+    at_least_0 = common.at_least(0)
+    at_least_1 = common.at_least(1)
+    number = common.at_least(0, float)
 
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default=list(NETWORKS), choices=NETWORKS, nargs="+", help="which networks")
@@ -273,7 +259,7 @@ def parse_args():
         type=at_least_1,
         help="passes over the images; layers and deep make one over builtin",
     )
-    add("--batch-size", default=128, type=at_least_1, help="images per process and step")
+    add("--batch-size", default=128, type=at_least_1, help="images in a step of all processes")
     add("--test-batch-size", default=1000, type=at_least_1, help="the same in the test")
     add("--lr", default=0.001, type=number, help="learning rate of Adam")
 
@@ -304,17 +290,6 @@ def describe(row: dict) -> str:
     )
 
 
-def return_freed_memory(malloc_threshold: int):
-    """Only to measure, not to be copied, as it is slow: glibc returns freed blocks of this size or
-    more to Linux, so that the peak of the process counts only what it holds."""
-    if sys.platform == "linux":
-        M_MMAP_THRESHOLD = -3
-        M_MMAP_MAX = -4  # common.py has set it to 0
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, malloc_threshold)
-        libc.mallopt(M_MMAP_MAX, 65536)
-
-
 def main(args, world):
     log = common.Log(world, args.output_dir)
     train_set, test_set = load_digits(args, world)
@@ -323,23 +298,21 @@ def main(args, world):
     )
     for network in args.model:
         with torch.device("meta"):
-            meta_model = NETWORKS[network].make()
-        log.print(f"{network:8} {common.describe_state(meta_model, world.size, world)}")
+            meta_model = NETWORKS[network]()
+        log.print(f"{network:8} {common.describe_state(meta_model, world.size)}")
 
     for network in args.model:
-        setting = NETWORKS[network]
         images = train_set
         epochs = args.epochs
-        if args.dataset == "builtin":
-            num_images = max(setting.images, 4 * args.batch_size * world.size)
+        if network in LARGE and args.dataset == "builtin":
+            num_images = max(1280, 4 * args.batch_size)
             images = Subset(train_set, range(min(num_images, len(train_set))))
-            epochs = min(setting.epochs, args.epochs)
+            epochs = 1
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
 
-        return_freed_memory(setting.malloc_threshold)
         torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same
-        model = setting.make()
+        model = NETWORKS[network]()
         if args.mode == "local":
             model.to(world.device)
         elif args.fsdp_version == 2:
@@ -352,11 +325,11 @@ def main(args, world):
             log.print(str(model))
 
         for epoch in range(1, epochs + 1):
-            common.reset_peak_memory(world.device)
+            common.peak_gib(world.device)  # counts anew from here
             start = time.perf_counter()
             loss, num_samples = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
             seconds = time.perf_counter() - start
-            memory = common.peak_memory(world.device)
+            peak_gib = common.peak_gib(world.device)
             # Before evaluate, which leaves the root unit gathered.
             state_gib = common.state_gib(model, optimizer)
             test_loss, accuracy = evaluate(world, model, test_loader)
@@ -365,7 +338,7 @@ def main(args, world):
                 "mode": args.mode,
                 "processes": world.size,
                 "state_gib": state_gib,
-                **memory,
+                "peak_gib": peak_gib,
                 "epoch": epoch,
                 "loss": loss,
                 "test_loss": test_loss,
@@ -373,7 +346,7 @@ def main(args, world):
                 "samples/s": num_samples / seconds,
             }
             log.print(describe(row))
-            log.write(**row)
+            log.write(row)
 
         if args.save_model:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -389,6 +362,9 @@ def main(args, world):
 def compare_both_halves(args):
     """Run each half in processes of its own, which have their own peak of memory and leave a GPU
     empty, and print the last epoch of each network side by side."""
+    # Only to measure, as it is slow: glibc returns freed blocks of so many bytes or more to Linux, so
+    # that the peak of a process counts only what it holds.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")
     common.start_processes(1, "--mode", "local")
     args.mode = "fsdp"
     common.run(main, args)
@@ -411,21 +387,13 @@ def compare_both_halves(args):
 
 
 def explain(local: dict, sharded: dict) -> str:
-    """What FSDP changes in the memory of a process, or why it does not."""
-    network = local["network"]
-    if sharded["processes"] == 1:
-        return f"{network}: one process has nothing to share; try --num-processes 2"
-
+    """What FSDP changes in the memory of a process."""
     ratio = sharded["peak_gib"] / local["peak_gib"]
-    text = (
-        f"{network}: each of {sharded['processes']} processes holds {sharded['state_gib']:.3f} of"
-        f" {local['state_gib']:.3f} GiB of state; its peak is {ratio:.2f} of one process's"
+    return (
+        f"{local['network']}: each of {sharded['processes']} processes holds"
+        f" {sharded['state_gib']:.3f} of {local['state_gib']:.3f} GiB of state; its peak is"
+        f" {ratio:.2f} of one process's"
     )
-    if local["state_gib"] < 0.1 * local["peak_gib"]:
-        text += ":\n    the state is small beside activations and Python's libraries"
-    elif ratio > 0.9:
-        text += ":\n    most of the state is in one unit, which is whole while it computes"
-    return text
 
 
 if __name__ == "__main__":

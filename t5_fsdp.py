@@ -18,15 +18,15 @@ articles in two to three minutes on two cores.
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
 https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html. Where it departs:
 losses are means over real target tokens (the tutorial learns padding, too), texts begin with T5's
-"summarize: ", gradients are clipped at norm 1, the articles of a step have similar lengths
-(`split_epoch`, not `DistributedSampler`), each article is validated once, the best model is a
-Hugging Face folder, and FSDP2 is the default. docs/from-the-documents.md lists what in the
-tutorial's code no longer runs.
+"summarize: ", gradients are clipped at norm 1, the articles of a step have similar lengths, each
+article is validated once, the best model is a Hugging Face folder, and FSDP2 is the default. fp16
+is a recipe. docs/from-the-documents.md lists what in the tutorial's code no longer runs.
 """
 
 import argparse
 import contextlib
 import math
+import random
 import textwrap
 import time
 import warnings
@@ -50,9 +50,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 import transformers
 from rouge_score.rouge_scorer import RougeScorer
@@ -63,6 +62,7 @@ from transformers import (
     DataCollatorForSeq2Seq,
     T5Config,
 )
+from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
 
 import common
 
@@ -84,7 +84,6 @@ transformers.logging.disable_progress_bar()
 PRECISIONS = {
     "fp32": (torch.float32, torch.float32),  # the tutorial's fp32_policy
     "bf16": (torch.bfloat16, torch.bfloat16),  # the tutorial's bfSixteen: half the bytes
-    "fp16": (torch.float16, torch.float16),  # its fpSixteen: for V100-class GPUs; scales the loss
     "grad-bf16": (torch.float32, torch.bfloat16),  # its grad_bf16: half the bytes of gradients only
 }
 
@@ -109,8 +108,7 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
     collective."""
     full_model = None
     if world.rank == 0:
-        full_model = load_model(args, world, config)  # on the CPU
-    dist.barrier(world.patient_group)  # the others wait, if need be hours for a download
+        full_model = load_model(args, config)  # on the CPU
     model = make_meta_model(config)  # shapes only: the whole model need not fit a device
     layers = prepare_layers(args, model)
 
@@ -148,8 +146,7 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
             "FSDP1's --cpu-offload needs two GPUs or more: it fails on a CPU, and on one GPU it"
             " resumes wrongly; use --fsdp-version 2"
         )
-    with common.first_on_node(world):
-        model = load_model(args, world, config)  # on every rank's CPU; FSDP moves it unit by unit
+    model = load_model(args, config)  # on every rank's CPU; FSDP moves it unit by unit
     mesh = init_device_mesh(world.device.type, (world.size,))
     layers = prepare_layers(args, model)
 
@@ -201,25 +198,16 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
 
 
 def build(args, world, config):
-    """The sharded model, its optimizer and the scaler of fp16's losses. The optimizer comes after
-    sharding, because it must see the shards. A collective."""
+    """The sharded model and its optimizer, which must see the shards. A collective."""
     if args.fsdp_version == 2:
         model = shard_with_fsdp2(args, world, config)
     else:
         model = shard_with_fsdp1(args, world, config)
-
-    # Fused AdamW fails with ShardedGradScaler, which FSDP1 needs in fp16, see below. With FSDP2 it
-    # worked on a CPU, but was not tried on a GPU: so it is off there, too.
-    uses_fp16 = args.precision == "fp16"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.lr, fused=not uses_fp16)
-    # If a gradient overflows on one rank, all must skip the step. FSDP2's gradients are DTensors,
-    # for which GradScaler asks all ranks; FSDP1 needs a scaler that does.
-    scaler_class = torch.amp.GradScaler if args.fsdp_version == 2 else ShardedGradScaler
-    return model, optimizer, scaler_class(world.device.type, enabled=uses_fp16)
+    return model, torch.optim.AdamW(trained, lr=args.lr, fused=True)
 
 
-def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tensor, torch.Tensor]:
+def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torch.Tensor]:
     """One step of the optimizer. `batch` is this rank's part of the global batch: one micro-batch,
     or --accumulation-steps of them. A collective.
 
@@ -242,16 +230,14 @@ def train_step(args, world, model, optimizer, scaler, batch) -> tuple[torch.Tens
             loss = summed_loss(model, micro_batch)
             # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets:
             # the gradient of the mean over the global batch, as if one process held it.
-            scaler.scale(loss * world.size / global_targets).backward()
+            (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
-    scaler.unscale_(optimizer)  # the scaler does nothing, except in fp16
     if args.fsdp_version == 2:
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     else:
         grad_norm = model.clip_grad_norm_(1.0)  # nn.utils would see this rank's shards only
-    scaler.step(optimizer)
-    scaler.update()
+    optimizer.step()
 
     num_tokens = num_targets + batch["attention_mask"].sum()
     return torch.stack([loss_sum, num_targets, num_tokens]), grad_norm
@@ -334,17 +320,14 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 NUM_SCORED = 100  # articles whose summaries are generated and scored
 
 
-def load_model(args, world, config) -> nn.Module:
+def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
     torch.manual_seed(args.seed)
     if args.model == "builtin":
         model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
     else:
         model = AutoModelForSeq2SeqLM.from_pretrained(
-            args.model,
-            config=config,
-            dtype=torch.float32,
-            local_files_only=world.local_rank != 0,  # one process of a node asks the Hub
+            args.model, config=config, dtype=torch.float32
         )
     return model.train()  # a pretrained one comes in eval()
 
@@ -360,7 +343,7 @@ def make_meta_model(config) -> nn.Module:
     return model
 
 
-def load_config_and_tokenizer(args, world, articles) -> tuple:
+def load_config_and_tokenizer(args, articles) -> tuple:
     """The config and the tokenizer of --model. Those of `builtin` are made for the articles."""
     if args.model == "builtin":
         first = articles[:4000]
@@ -377,23 +360,12 @@ def load_config_and_tokenizer(args, world, articles) -> tuple:
         )
         return config, tokenizer
 
-    common.check_path("--model", args.model)
-    options = {"local_files_only": world.local_rank != 0}  # one process of a node asks the Hub
-    try:
-        config = AutoConfig.from_pretrained(args.model, **options)
-        tokenizer = AutoTokenizer.from_pretrained(args.model, **options)
-    except (OSError, ValueError) as error:
-        raise common.UserError(f"--model {args.model} cannot be read: {error}") from error
+    config = AutoConfig.from_pretrained(args.model)
     if config.model_type != "t5":
         raise common.UserError(
             f"--model {args.model} is not a T5; docs/your-model-and-data.md says what to change"
         )
-    if config.decoder_start_token_id is None:
-        raise common.UserError(
-            f"--model {args.model} has no decoder_start_token_id in its config.json; T5's is its"
-            " pad_token_id, 0"
-        )
-    return config, tokenizer
+    return config, AutoTokenizer.from_pretrained(args.model)
 
 
 def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> dict:
@@ -404,7 +376,7 @@ def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> d
     return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
 
 
-def load_data(args, world) -> tuple:
+def load_data(args) -> tuple:
     """Tokenized articles to train on and to validate on, with the model's config and tokenizer."""
     train_set, validation_set = common.load_articles(
         args.dataset, args.text_column, args.summary_column, args.max_summary_share
@@ -414,7 +386,7 @@ def load_data(args, world) -> tuple:
     if 0 < args.num_validation_samples < len(validation_set):
         validation_set = validation_set.take(args.num_validation_samples)
 
-    config, tokenizer = load_config_and_tokenizer(args, world, train_set)
+    config, tokenizer = load_config_and_tokenizer(args, train_set)
     options = {
         "tokenizer": tokenizer,
         "source_length": args.max_source_length,
@@ -425,47 +397,20 @@ def load_data(args, world) -> tuple:
     return config, tokenizer, train_set, validation_set
 
 
-def global_batch_size(args, world) -> int:
-    """The articles in a step of all ranks."""
-    return args.batch_size * args.accumulation_steps * world.size
-
-
-def split_epoch(args, world, lengths: torch.Tensor, epoch: int) -> list[list[int]]:
-    """This rank's samples, step by step. The few that do not fill a last step are left out:
-    different ones in each epoch."""
-    global_batch = global_batch_size(args, world)
-    num_steps = len(lengths) // global_batch
-    generator = torch.Generator().manual_seed(args.seed * 10_000 + epoch)
-    shuffled = torch.randperm(len(lengths), generator=generator)[: num_steps * global_batch]
-
-    # Padding is wasted work, so samples of similar length share a step. They are sorted within
-    # parts of the epoch: sorted as a whole, each epoch would have the same steps. A part has 50
-    # steps, or a quarter of a short epoch.
-    steps_in_part = max(1, min(50, num_steps // 4))
-    steps = []
-    for part in shuffled.split(steps_in_part * global_batch):
-        by_length = lengths[part].argsort(stable=True)
-        steps += part[by_length].split(global_batch)
-
-    # Short and long ones in any order
-    order = torch.randperm(num_steps, generator=generator)
-    return [steps[number][world.rank :: world.size].tolist() for number in order]
-
-
 def batches_on_device(articles, batches: list[list[int]], collate, world):
-    """Yield the batches, padded, on this rank's device."""
+    """Yield batches, padded, on this rank's device. `batches`: of each the numbers of its
+    articles."""
     has_accelerator = world.device.type != "cpu"
     loader = DataLoader(
         articles.select_columns(["input_ids", "labels"]),
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=2 if has_accelerator else 0,
+        multiprocessing_context=common.WORKER_START if has_accelerator else None,
+        worker_init_fn=common.ignore_stops,
         pin_memory=has_accelerator,
-        # DataLoader draws a seed. Drawn from the global generator it would change dropout after a
-        # resume.
-        generator=torch.Generator(),
     )
-    for batch in common.start_workers(loader):
+    for batch in loader:
         yield {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
 
 
@@ -509,11 +454,8 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
     loss, num_targets = common.sum_over_ranks(totals)
     val_loss = loss / num_targets
     rouge1, rouge2, rougeL = common.sum_over_ranks(rouge / num_scored)
-    log.write(step=step, val_loss=val_loss, rouge1=rouge1, rouge2=rouge2, rougeL=rougeL)
-    log.print(
-        f"step {step:6,} | val_loss {val_loss:.4f} | rouge1 {rouge1:.4f} | rouge2 {rouge2:.4f}"
-        f" | rougeL {rougeL:.4f}"
-    )
+    record = {"step": step, "val_loss": val_loss}
+    log.metrics(record | {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rougeL})
     for name, text in {"article": articles[0]["text"], **example}.items():
         text = text or "(nothing yet)"
         log.print(textwrap.fill(f"{name:10} {text}", 79, subsequent_indent=" " * 11, max_lines=5))
@@ -530,16 +472,16 @@ MUST_MATCH = (
 
 
 def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
-    """--gamma lowers it after each epoch. For a schedule of your own: `step` counts from 1 to
-    `num_steps`, through all --epochs."""
-    return args.lr * args.gamma ** (epoch - 1)
+    """--gamma lowers it after each epoch; the first is 0. For a schedule of your own: `step` counts
+    from 1 to `num_steps`."""
+    return args.lr * args.gamma**epoch
 
 
 def parse_args():
-    parser = common.Parser(__doc__)
-    at_least_0 = common.non_negative_int
-    at_least_1 = common.positive_int
-    number = common.non_negative_float
+    parser = common.make_parser(__doc__)
+    at_least_0 = common.at_least(0)
+    at_least_1 = common.at_least(1)
+    number = common.at_least(0, float)
 
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default="builtin", help="builtin, or any T5: a Hub name or a folder")
@@ -559,7 +501,7 @@ def parse_args():
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=at_least_1, help="passes over the articles")
-    add("--max-steps", default=0, type=at_least_0, help="stop after so many; 0: no limit")
+    add("--max-steps", default=0, type=at_least_0, help="in place of --epochs; 0: by --epochs")
     add("--batch-size", default=16, type=at_least_1, help="articles in a process at once")
     add("--accumulation-steps", default=1, type=at_least_1, help="batches in an optimizer step")
     add("--test-batch-size", default=50, type=at_least_1, help="articles per process in validation")
@@ -592,38 +534,7 @@ def parse_args():
     args = parser.parse_args()
     if args.fsdp_version == 2 and args.backward_prefetch == "post":
         parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre and none")
-    # The CPU would read the scale before its copy has come from the GPU: pytorch#176429.
-    if args.precision == "fp16" and args.cpu_offload:
-        parser.error(
-            "--precision fp16 cannot scale gradients that --cpu-offload keeps on the CPU; use bf16"
-            " or fp32"
-        )
     return args
-
-
-def save(args, world, model, optimizer, scaler, progress: dict):
-    """Save a checkpoint, with the numbers that the next run goes on from. A collective."""
-    progress["global_batch"] = global_batch_size(args, world)
-    progress["scaler"] = scaler.state_dict()
-    progress["settings"] = vars(args)
-    common.save_checkpoint(args.output_dir, progress, model, optimizer, world)
-
-
-def resume(args, world, checkpoint, model, optimizer, scaler, log) -> dict:
-    """Load a checkpoint. Returns what `save` was given. A collective."""
-    progress = common.read_progress(checkpoint, args, MUST_MATCH)
-    common.load_checkpoint(checkpoint, model, optimizer, world)
-    if progress["scaler"]:  # it was fp16
-        scaler.load_state_dict(progress["scaler"])
-
-    log.print(f"resumed  from step {progress['step']}")
-    global_batch = global_batch_size(args, world)
-    if progress["samples_done"] > 0 and progress["global_batch"] != global_batch:
-        log.print(
-            f"         a step had {progress['global_batch']} articles, not {global_batch}: some of"
-            " this epoch's come again, others not at all"
-        )
-    return progress
 
 
 def main(args, world):
@@ -632,16 +543,29 @@ def main(args, world):
     args.precision = common.choose_precision(args.precision, world.device)
 
     # Data
-    with common.first_on_node(world):
-        config, tokenizer, train_set, validation_set = load_data(args, world)
-    lengths = torch.tensor([len(ids) for ids in train_set["input_ids"]])
+    config, tokenizer, train_set, validation_set = common.first_on_node(
+        world, lambda: load_data(args)
+    )
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # labels with -100
-    global_batch = global_batch_size(args, world)
-    if len(train_set) < global_batch:
+
+    # A step has the same articles on any number of processes, if `global_batch` is the same. They
+    # are of similar length, because padding is wasted work.
+    samples_per_step = args.batch_size * args.accumulation_steps  # of this rank
+    global_batch = samples_per_step * world.size
+    sampler = DistributedLengthGroupedSampler(
+        global_batch,
+        num_replicas=world.size,
+        rank=world.rank,
+        seed=args.seed,
+        drop_last=True,  # other articles in each epoch
+        lengths=[len(ids) for ids in train_set["input_ids"]],
+    )
+    batch_sampler = BatchSampler(sampler, samples_per_step, drop_last=True)
+    steps_per_epoch = len(batch_sampler)
+    if steps_per_epoch == 0:
         raise common.UserError(
             f"{len(train_set)} articles do not fill a step of {global_batch}; lower --batch-size"
         )
-    steps_per_epoch = len(train_set) // global_batch
     log.print(
         f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate;"
         f" {steps_per_epoch:,} steps an epoch"
@@ -649,100 +573,92 @@ def main(args, world):
 
     # Model
     meta_model = make_meta_model(config)
-    state = common.describe_state(meta_model, world.size, world, args.cpu_offload)
-    log.print(f"model    {args.model}, {state}")
+    log.print(f"model    {args.model}, {common.describe_state(meta_model, world.size)}")
     log.print(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
-    model, optimizer, scaler = build(args, world, config)
+    model, optimizer = build(args, world, config)
     if args.print_model:
         log.print(str(model))
 
     # Where the last run stopped
-    torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
-    progress = {"step": 0, "epoch": 1, "samples_done": 0, "best_loss": math.inf}
+    step = 0
+    num_steps = args.max_steps or args.epochs * steps_per_epoch
+    best_loss = math.inf
     if checkpoint:
-        progress = resume(args, world, checkpoint, model, optimizer, scaler, log)
-    first_step = progress["step"]
-    step = first_step
-    samples_done = progress["samples_done"]  # of this epoch
-    best_loss = progress["best_loss"]
-    steps_left = (args.epochs + 1 - progress["epoch"]) * steps_per_epoch
-    steps_left -= samples_done // global_batch
-    num_steps = step + steps_left  # of all epochs, whatever --max-steps is
-    if steps_left <= 0 or 0 < args.max_steps <= step:
-        log.print("         no step is left; to train on, raise --epochs or --max-steps")
-        # No return: a run that was stopped on an epoch's last step has not validated yet. The loop
-        # below has no batches then, and only validates and saves.
-
-    # Train
-    best_folder = args.output_dir / "best"
-    stop = common.StopRequest(world, "after this step")
-    if step == 0 and args.run_validation:
+        progress = common.load_checkpoint(checkpoint, args, MUST_MATCH, model, optimizer)
+        if progress["global_batch"] != global_batch:
+            raise common.UserError(
+                f"a step of {checkpoint} has {progress['global_batch']} articles, not"
+                f" {global_batch}: change --batch-size or --accumulation-steps"
+            )
+        step = progress["step"]
+        best_loss = progress["best_loss"]
+        log.print(f"resumed  from step {step} of {num_steps}")
+    elif args.run_validation:
         validate(args, world, model, validation_set, collate, log, step)
 
-    for epoch in range(progress["epoch"], args.epochs + 1):
-        batches = split_epoch(args, world, lengths, epoch)[samples_done // global_batch :]
-        if args.max_steps > 0:
-            batches = batches[: max(0, args.max_steps - step)]
-        last_step = step + len(batches)
+    # Train
+    stop = common.StopRequest()
+    best_folder = args.output_dir / "best"
+    while step < num_steps:
+        epoch = step // steps_per_epoch
+        sampler.set_epoch(epoch)
+        batches = list(batch_sampler)
+        random.Random(epoch).shuffle(batches)  # the sampler's go from long to short
+        batches = batches[step % steps_per_epoch :][: num_steps - step]
+        last_step = step + len(batches)  # of this epoch
 
         totals = torch.zeros(3, device=world.device)  # since the last line
         start = time.perf_counter()
         loader = batches_on_device(train_set, batches, collate, world)
-        for batch in log.bar(loader, f"epoch {epoch}", len(batches)):
+        for batch in log.bar(loader, f"epoch {epoch + 1}", len(batches)):
             step += 1
-            samples_done += global_batch
+            # A resumed run draws the same dropout; each rank draws its own.
+            torch.manual_seed(hash((args.seed, step, world.rank)))
             lr = learning_rate(args, step, num_steps, epoch)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            step_totals, grad_norm = train_step(args, world, model, optimizer, scaler, batch)
+            step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
             totals += step_totals
 
-            is_last = step == last_step
-            stop_now = stop.on_any_rank()
+            is_last = step == last_step  # it is saved below, after its validation
+            stop_now = not is_last and stop.on_any_rank()
             checkpoint_due = args.checkpoint_every > 0 and step % args.checkpoint_every == 0
-            # The checkpoint of the epoch's last step comes after its validation.
             save_now = stop_now or (checkpoint_due and not is_last)
-            log_now = save_now or is_last or step % args.log_every == 0
-
-            if log_now:
+            if save_now or is_last or step % args.log_every == 0:
                 loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
-                loss = loss_sum / num_targets
-                norm = grad_norm.item()
-                if args.precision == "fp16" and not math.isfinite(norm):
-                    norm = 0.0  # the scaler has skipped this step
-                speed = num_tokens / (time.perf_counter() - start)
-                log.step(step, loss, norm, lr, speed, epoch=epoch)
+                record = {
+                    "step": step,
+                    "epoch": epoch + 1,
+                    "loss": loss_sum / num_targets,
+                    "grad_norm": grad_norm.item(),
+                    "lr": lr,
+                    "tokens/s": num_tokens / (time.perf_counter() - start),
+                    "peak_gib": common.peak_gib(world.device),
+                }
+                log.metrics(record)
                 totals.zero_()
-            if save_now:
-                progress = {"step": step, "epoch": epoch, "samples_done": samples_done}
-                progress["best_loss"] = best_loss
-                save(args, world, model, optimizer, scaler, progress)
-            if stop_now:
-                log.print_stopped(step)
-                return
-            if log_now:
+                if save_now:
+                    progress = {"step": step, "global_batch": global_batch, "best_loss": best_loss}
+                    common.save_checkpoint(args.output_dir, progress, args, model, optimizer, world)
                 start = time.perf_counter()  # without the time that saving took
+            if stop_now:
+                log.print(f"stopped  at step {step}, all is saved: go on with --resume")
+                return
 
         val_loss = math.inf
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
-        # Before the checkpoint, which must not hold the best_loss of a model that was not saved.
         if args.save_model and (val_loss < best_loss or not args.run_validation):
             best_loss = val_loss
             common.export(model, meta_model, tokenizer, best_folder, world)
             log.print(f"saved    the model to {best_folder}, in place of any before it")
-        next_epoch = epoch
-        if samples_done // global_batch >= steps_per_epoch:  # else --max-steps has cut the epoch
-            next_epoch += 1
-            samples_done = 0
-        # A resumed run saves also without --checkpoint-every: else the next --resume would start
-        # where this one did. Without a new step it would write over the checkpoint it came from.
-        if (args.checkpoint_every > 0 or checkpoint) and step > first_step:
-            progress = {"step": step, "epoch": next_epoch, "samples_done": samples_done}
-            progress["best_loss"] = best_loss
-            save(args, world, model, optimizer, scaler, progress)
-        if 0 < args.max_steps <= step:
-            break
+        stop_now = stop.on_any_rank()
+        if stop_now or args.checkpoint_every > 0:
+            progress = {"step": step, "global_batch": global_batch, "best_loss": best_loss}
+            common.save_checkpoint(args.output_dir, progress, args, model, optimizer, world)
+        if stop_now:
+            log.print(f"stopped  at step {step}, all is saved: go on with --resume")
+            return
 
     log.print(f"metrics  {log.path}, run {log.run}")
     is_saved = args.save_model and best_folder.exists()
