@@ -212,7 +212,7 @@ def setup(device_type: str) -> World:
     backend = "gloo"
     if device_type != "cpu":
         num_devices = torch.accelerator.device_count()
-        if local_size > num_devices and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
+        if local_size > num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             raise UserError(
                 f"{local_size} processes on this node are more than its {num_devices} GPUs; to let"
                 " them share, set NCCL_MULTI_RANK_GPU_ENABLE=1 (NVIDIA, with NCCL 2.30 or newer)"

@@ -362,8 +362,8 @@ def main(args, world):
 def compare_both_halves(args):
     """Run each half in processes of its own, which have their own peak of memory and leave a GPU
     empty, and print the last epoch of each network side by side."""
-    # Only to measure, as it is slow: glibc returns freed blocks of so many bytes or more to Linux, so
-    # that the peak of a process counts only what it holds.
+    # Only to measure, as it is slow: glibc returns freed blocks of a MB or more to Linux, so that
+    # the peak of a process counts only what it holds.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")
     common.start_processes(1, "--mode", "local")
     args.mode = "fsdp"
