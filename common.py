@@ -128,12 +128,13 @@ def run(main, args):
             start_processes(num_processes)
             return
         main(args, setup(device_type))
-    except (UserError, OSError, dist.DistNetworkError, dcp.api.CheckpointException) as error:
-        # An OSError is about files, the disk or the Hub. Checkpoints and DataLoader's workers hand
-        # on whole tracebacks, of which the last line counts.
+    except (UserError, OSError, dist.DistNetworkError) as error:  # OSError: files, disk, Hub
         lines = str(error).strip().splitlines()
+        # A DataLoader's worker hands on a whole traceback, of which the last line counts.
         is_traceback = "Traceback (most recent call last)" in str(error)
         fail(lines[-1] if is_traceback else " ".join(lines), code=2)
+    except dcp.api.CheckpointException as error:  # above its last line are all ranks' tracebacks
+        fail(f"cannot save or read a checkpoint: {str(error).splitlines()[-1]}", code=2)
     except KeyboardInterrupt:
         os._exit(130)
     except Exception:

@@ -351,13 +351,16 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
     column = args.text_column
     name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
     kind = re.search(r"\.(json|parquet)l?(\.\w+)?$", name)
-    if name == "builtin":
-        rows = datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset(64)
-    elif kind:
-        rows = datasets.load_dataset(kind[1], data_files=name, split="train", streaming=True)
-    else:
-        rows = datasets.load_dataset(*name.split(":"), split="train", streaming=True)
-    first = next(iter(rows), {})
+    try:
+        if name == "builtin":
+            rows = datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset(64)
+        elif kind:
+            rows = datasets.load_dataset(kind[1], data_files=name, split="train", streaming=True)
+        else:
+            rows = datasets.load_dataset(*name.split(":"), split="train", streaming=True)
+        first = next(iter(rows))
+    except StopIteration:  # also where a pattern finds no file
+        raise common.UserError(f"--dataset {name} has no rows") from None
     if column not in first:
         raise common.UserError(f"--dataset {name} has no column {column}, but {', '.join(first)}")
 
@@ -604,7 +607,7 @@ def parse_args():
 
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default="tiny", help="tiny, 150m, 1b, 7b; or pretrained: a Hub name, a folder")
-    add("--dataset", default="builtin", help="builtin; c4; .jsonl[.gz], .parquet, 'many*'; Hub")
+    add("--dataset", default="builtin", help="builtin; c4; Hub; .jsonl[.gz], .parquet; '*.jsonl'")
     add("--text-column", default="text", help="of the dataset")
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
     add("--num-validation-texts", default=500, type=at_least_1, help="at most, held out")

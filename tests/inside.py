@@ -5,7 +5,6 @@ its processes before its main runs: faults, and looks inside.
 """
 
 import copy
-import datetime
 import functools
 import importlib.util
 import itertools
@@ -14,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -25,10 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import dataloader, default_convert
+from torch.utils.data import default_convert
 
-import numpy as np
-from transformers import DataCollatorForSeq2Seq, GPT2Config
+from transformers import DataCollatorForSeq2Seq
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -55,8 +52,6 @@ SMALL_SCRIPT = """
 import argparse, os, signal, sys
 import common
 
-common.HEAD_START = 5  # seconds
-
 def main(args, world):
     total = common.torch.ones(1)
     common.dist.all_reduce(total)
@@ -80,10 +75,7 @@ import argparse, contextlib, os
 import common
 
 def main(args, world):
-    for _ in range(3):
-        with common.first_on_node(world):
-            pass
-    common.dist.barrier()
+    common.first_on_node(world, lambda: None)
     if world.rank == 1:  # the least of several looks: some are opened and closed at once
         print("sockets", min(count_sockets() for _ in range(50)), flush=True)
     common.dist.barrier()
@@ -112,11 +104,12 @@ def parse(script, *flags):
 
 def check_settings(script, checkpoint, args):
     """Raises UserError where a run with these args does not go on from a checkpoint."""
-    common.read_progress(checkpoint, args, MODULES[script].MUST_MATCH)
+    with mock.patch.multiple(common, get_state_dict=lambda *_: ({}, {}), set_state_dict=mock.Mock(), dcp=mock.Mock()):
+        common.load_checkpoint(checkpoint, args, MODULES[script].MUST_MATCH, None, None)
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
-NETWORKS = {name: setting.make for name, setting in mnist_fsdp.NETWORKS.items()} | {"xpu": mnist_fsdp_xpu.Network}
+NETWORKS = mnist_fsdp.NETWORKS | {"xpu": mnist_fsdp_xpu.Network}
 draw_digits = mnist_fsdp.draw_digits
 
 
@@ -139,7 +132,7 @@ def mnist_units(network, version, min_num_params):
     shard = {1: mnist_fsdp.shard_with_fsdp1, 2: mnist_fsdp.shard_with_fsdp2}[version]
     with torch.device("meta"):  # spares millions of random numbers
         model = Nested() if network == "nested" else NETWORKS[network]()
-    world = common.setup(None)
+    world = common.setup("cpu")
     model = shard(args, world, model.to_empty(device="cpu"))
     kinds = (FSDPModule, FullyShardedDataParallel)
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
@@ -155,12 +148,6 @@ def t5_articles(path, text="text", summary="headline"):
     """Two datasets of texts and summaries, to train on and to validate on, as one process would load them."""
     with mock.patch("torch.distributed.get_rank", return_value=0):
         return common.load_articles(str(path), text, summary, 0.75)
-
-
-def t5_steps(lengths, batch_size, rank=0, size=1, epoch=1, seed=1):
-    """The samples of each step of an epoch on this rank, `batch_size` of them in a process; `lengths`: in tokens."""
-    args = parse("t5_fsdp.py", "--batch-size", batch_size, "--seed", seed)
-    return t5_fsdp.split_epoch(args, world_of(rank, size), torch.as_tensor(lengths), epoch)
 
 
 def t5_tokenized(articles, tokenizer, source_length, target_length):
@@ -213,38 +200,25 @@ def lm_packed(texts, args, tokenizer, script=lm_multinode):
     return script.pack({"text": texts}, [0], args, tokenizer, [0])
 
 
-def lm_stream(args, tokenizer, rank=0, size=1, position=None, source=None, script=lm_multinode):
-    """Yield a rank's micro-batches, each with the position after it, on from `position`; without a worker process."""
+def lm_steps(args, tokenizer, rank=0, size=1, positions=None, source=None, script=lm_multinode):
+    """Yield a rank's micro-batches of each step, and the positions of its streams after it; without a worker process.
+    `positions`: of all streams, to go on from."""
 
     def in_this_process(dataset, **_):
-        for batch, position in dataset:
-            yield default_convert(batch), position
+        for micro_batches, positions in dataset:
+            yield default_convert(micro_batches), positions
 
     source = source or script.load_texts(args)[0]
-    no_workers = mock.patch.object(script.common, "start_workers", iter)
-    with mock.patch.object(script, "DataLoader", in_this_process), no_workers:
-        stream = lm_loader(args, tokenizer, rank, size, position, source, script)
-        first = next(stream)
-    for batch, position in itertools.chain([first], stream):
-        yield {name: tensor.numpy() for name, tensor in batch.items()}, position
+    with mock.patch.object(script, "DataLoader", in_this_process):
+        steps = lm_loader(args, tokenizer, rank, size, positions, source, script)
+        first = next(steps)
+    for micro_batches, positions in itertools.chain([first], steps):
+        yield [{name: tensor.numpy() for name, tensor in batch.items()} for batch in micro_batches], positions
 
 
-def lm_loader(args, tokenizer, rank, size, position, source, script=lm_multinode):
-    """As `lm_stream`, as tensors, through the loader and its worker process."""
-    return script.batches_on_device(args, world_of(rank, size), source, tokenizer, position)
-
-
-def lm_global_batches(args, tokenizer, size, script=lm_multinode):
-    """Yield what all `size` ranks train on in a step: a list of one dictionary of arrays for each rank."""
-    source, _ = script.load_texts(args)
-    streams = [lm_stream(args, tokenizer, rank, size, source=source, script=script) for rank in range(size)]
-    count = args.global_batch_size // (args.micro_batch_size * size)
-    while True:
-        step = []
-        for stream in streams:
-            parts = [batch for batch, _ in itertools.islice(stream, count)]
-            step.append({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-        yield step
+def lm_loader(args, tokenizer, rank, size, positions, source, script=lm_multinode):
+    """As `lm_steps`, as tensors, through the loader and its worker process."""
+    return script.steps_on_device(args, world_of(rank, size), source, tokenizer, positions)
 
 
 # What a user may edit in a copy, before and after.
@@ -253,7 +227,6 @@ LM_READS_THE_LOSS = ("loss_sum += loss.detach()", "loss_sum += loss.item()")
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
 PEAK_TFLOPS = lm_multinode.PEAK_TFLOPS
-LmOuterOptimizer = lm_multinode.OuterOptimizer
 lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
 
 
@@ -271,29 +244,28 @@ def lm_peak_tflops(device_name):
 
 def set_up(args):
     """What `run` does before the script's main: the process group, the device; and the precision, as main does."""
-    world = common.setup(common.find_accelerator(args.device))
+    world = common.setup(common.find_device_type(args.device))
     args.precision = common.choose_precision(args.precision, world.device)
     return world
 
 
-def lm_config(args, world):
+def lm_config(args):
     """With the tokenizer."""
-    return lm_multinode.load_config_and_tokenizer(args, world, lm_multinode.load_texts(args)[0])
+    return lm_multinode.load_data(args)[2:]
 
 
-def lm_trainer(args, world, config, batches):
-    """The model, and a function that makes a step. `batches`: this rank's micro-batches, each with a position."""
+def lm_trainer(args, world, config, steps):
+    """The model, and a function that makes the next of `steps`: micro-batches of this rank, and positions."""
     model, optimizer = lm_multinode.build(args, world, config)
-    return model, functools.partial(lm_multinode.train_step, args, world, model, optimizer, batches)
+    return model, lambda: lm_multinode.train_step(args, world, model, optimizer, next(steps)[0])
 
 
 def t5_batches(args, world):
-    """The config, and this rank's batches of the first epoch."""
-    config, tokenizer, articles, _ = t5_fsdp.load_data(args, world)
-    lengths = torch.tensor([len(ids) for ids in articles["input_ids"]])
+    """The config, and batches of this rank, in the order of the dataset."""
+    config, tokenizer, articles, _ = t5_fsdp.load_data(args)
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    steps = t5_fsdp.split_epoch(args, world, lengths, 1)
-    return config, t5_fsdp.batches_on_device(articles, steps, collate, world)
+    samples = torch.arange(world.rank, len(articles), world.size).split(args.batch_size * args.accumulation_steps)
+    return config, t5_fsdp.batches_on_device(articles, [part.tolist() for part in samples[:-1]], collate, world)
 
 
 def t5_trainer(args, world, config, batches):
@@ -361,6 +333,12 @@ def signal_in_step(script, rank, step, name="SIGKILL"):
     register_optimizer_step_post_hook(after_update)
 
 
+def interrupt_twice(script, step):
+    """Two times Ctrl-C in a step."""
+    signal_in_step(script, 0, step, "SIGINT")
+    signal_in_step(script, 0, step, "SIGINT")
+
+
 def stop_without_reader(script, step):
     """As a Ctrl-C in a terminal that ends `| tee log` before this process."""
     reader, writer = os.pipe()
@@ -389,57 +367,27 @@ def in_own_session(script):
     os.write(1, f"session {os.getpid()}\n".encode())  # at once: lines of two processes do not mix
 
 
-def stop_group(script, name, when, worker_start):
-    """This rank and its workers get a signal: while the workers start, or in the middle of the second step, which needs
-    more batches than they have ready. `worker_start`: how they start, "fork" on Linux."""
+def stop_group(script, name, worker_start):
+    """This rank and its workers get a signal in the middle of the second step. `worker_start`: how they start."""
     in_own_session(script)
     script.common.WORKER_START = worker_start
     summed_loss = script.summed_loss
     losses = itertools.count(1)
-    make_iterator = dataloader._MultiProcessingDataLoaderIter.__init__
-
-    def stop():
-        os.killpg(0, signal.Signals[name])
-
-    def make_and_stop(self, loader):
-        make_iterator(self, loader)
-        stop()
+    args = script.parse_args()
+    micro_batches = args.global_batch_size // (2 * args.micro_batch_size)  # of a rank in a step
 
     def lose_and_stop(model, batch):
-        micro_batches = script_args.global_batch_size // (2 * script_args.micro_batch_size)
         if torch.is_grad_enabled() and next(losses) == micro_batches + 3:
-            stop()
+            os.killpg(0, signal.Signals[name])
         return summed_loss(model, batch)
 
-    script_args = script.parse_args()
-    if when == "at the start":
-        dataloader._MultiProcessingDataLoaderIter.__init__ = make_and_stop
-    else:
-        script.summed_loss = lose_and_stop
+    script.summed_loss = lose_and_stop
 
 
 def kill_alone(script, step):
     """Rank 1 is killed in a step; what it has started is not."""
     in_own_session(script)
     signal_in_step(script, 1, step)
-
-
-def slow_disk_in_export(script):
-    """Rank 0 writes the model for longer than a collective may take."""
-    export = script.common.export
-
-    def export_slowly(model, meta_model, tokenizer, folder, world):
-        def save_slowly(path):
-            time.sleep(6)
-            type(tokenizer).save_pretrained(tokenizer, path)
-
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
-        slow = mock.Mock()
-        slow.save_pretrained.side_effect = save_slowly
-        export(model, meta_model, slow, folder, world)
-        dist.distributed_c10d._set_pg_timeout(script.common.TIMEOUT)
-
-    script.common.export = export_slowly
 
 
 def take_next_port(script):
@@ -449,20 +397,15 @@ def take_next_port(script):
 
 
 def record_readers(script):
-    """Write who lists and reads the files of the dataset, which may be on the Hub."""
-    load_texts = script.load_texts
+    """Write which processes read the dataset, which may be on the Hub."""
+    load_data = script.load_data
 
     def load_and_record(args):
         with open(args.output_dir / "readers", "a") as file:
             file.write(os.environ["RANK"])
-        return load_texts(args)
+        return load_data(args)
 
-    script.load_texts = load_and_record
-
-
-def add_gpt2_row(script):
-    """A model that `layers_of` does not fit."""
-    script.MODELS["tiny"] = GPT2Config(n_layer=1, n_embd=8, n_head=2)
+    script.load_data = load_and_record
 
 
 def kill_in_save(script, rank, number):
@@ -478,17 +421,6 @@ def kill_in_save(script, rank, number):
         return written
 
     torch.distributed.checkpoint.FileSystemWriter.write_data = write_and_die
-
-
-def pretend_memory(script, gigabytes):
-    """The machine has so much, or so little."""
-    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 2**30 // 4096}
-    os.sysconf = pages.__getitem__
-
-
-def pretend_torch(script, version):
-    """PyTorch has this version."""
-    torch.__version__ = torch.torch_version.TorchVersion(version)
 
 
 def full_disk_in_export(script, number):
@@ -520,19 +452,6 @@ def infinite_loss(script, rank, number, in_training=True, only_gradient=False):
         return loss
 
     script.summed_loss = infinite_once
-
-
-def out_of_memory(script, rank, strategy):
-    """A step of a rank does not fit under a strategy; the other ranks wait for it."""
-    train_step = script.train_step
-
-    def too_large(args, *arguments):
-        if args.sharding_strategy == strategy and dist.get_rank() == rank:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return train_step(args, *arguments)
-
-    script.train_step = too_large
-    script.common.HEAD_START = 1  # for rank 0, which has nothing to say
 
 
 def capture_graphs(script):

@@ -1,14 +1,16 @@
 """Training without FSDP, in one process: what the scripts must compute on any number of them."""
 
 import functools
+import random
 
 import torch
 import torch.nn.functional as F
 
 import numpy as np
 from transformers import DataCollatorForSeq2Seq
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from inside import t5_steps
+from inside import lm_steps
 
 
 def adamw(model, weight_decay):
@@ -53,9 +55,10 @@ def train_and_validate(model, optimizer, batches, to_validate, loss_of, schedule
     return (*curves, [before, validate(model).item()]), validate
 
 
-def joined(batches):
-    """The sequences of several processes as one batch."""
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+def lm_batches(args, tokenizer, **script):
+    """Yield the sequences of each step, of all processes, as one batch."""
+    for micro_batches, _ in lm_steps(args, tokenizer, **script):
+        yield {name: np.concatenate([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
 
 
 def t5_loss(model, batch):
@@ -68,6 +71,16 @@ def t5_samples(articles, tokenizer, source_length, target_length, prefix="summar
     sources = tokenizer(texts, max_length=source_length, truncation=True)["input_ids"]
     targets = tokenizer(articles["summary"][:], max_length=target_length, truncation=True)["input_ids"]
     return [{"input_ids": source, "labels": target} for source, target in zip(sources, targets, strict=True)]
+
+
+def t5_steps(lengths, batch_size, epoch=0, seed=1):
+    """The samples of each step of an epoch: of similar length, in any order."""
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = get_length_grouped_indices(lengths, batch_size, generator=generator)
+    steps = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    steps = [step for step in steps if len(step) == batch_size]
+    random.Random(epoch).shuffle(steps)
+    return steps
 
 
 def t5_batches(samples, tokenizer, batch_size, seed=1):

@@ -1,10 +1,9 @@
 """FSDP changes where a model lives and not what it learns: every script against a loop without FSDP in one process.
 
 Losses, gradient norms and validation losses agree to 1e-5, after several steps of Adam to 1e-4: on two processes by
-default, in the long tests on others.
+default, in the long tests on one, three and four. All are compared with the same loop, and so with each other.
 """
 
-import copy
 import functools
 import itertools
 import json
@@ -16,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 import pytest
 from conftest import AFTER_ADAM, CLOSE, CURVES, SAVE_ON_CPU, VERSIONS, check_curves, curve, near, records, run_many
-from plain import adamw, cross_entropy, joined, t5_batches, t5_loss, t5_samples, train_and_validate, train_plainly
+from plain import adamw, cross_entropy, lm_batches, t5_batches, t5_loss, t5_samples, train_and_validate, train_plainly
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
@@ -26,7 +25,6 @@ from inside import (
     T5_STRATEGIES,
     builtin_article,
     draw_digits,
-    lm_global_batches,
     lm_held_out,
     parse,
     t5_articles,
@@ -43,7 +41,7 @@ def two_and_long(*others):
 
 
 def micro_batch(processes):
-    """The samples of each of the two micro-batches in a step; on 4 processes there are three."""
+    """The articles of each of the two micro-batches in a step; on 4 processes there are three."""
     return GLOBAL_BATCH // processes // 2
 
 
@@ -65,9 +63,9 @@ def train(tiny_model, articles_csv, tiny_llama, texts, small_mnist, tmp_path):
             shared = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--batch-size", size)
             shared = (*shared, "--accumulation-steps", GLOBAL_BATCH // processes // size)
         elif script == "lm_multinode.py":
-            shared = (*LM, "--model", tiny_llama, "--dataset", texts, "--micro-batch-size", size)
+            shared = (*LM, "--model", tiny_llama, "--dataset", texts)
         else:
-            shared = (*MNIST, "--data-dir", small_mnist, "--batch-size", GLOBAL_BATCH // processes)
+            shared = (*MNIST, "--data-dir", small_mnist, "--batch-size", GLOBAL_BATCH)
         settings = {tmp_path / name: (*shared, *flags) for name, flags in settings.items()}
         return run_many(script, settings, processes, **options)
 
@@ -115,7 +113,7 @@ def plain_t5(tiny_model, articles_csv):
     return functools.partial(train_t5_plainly, tiny_model, articles_csv)
 
 
-@two_and_long(3)
+@two_and_long(1, 3, 4)
 def test_t5_equals_a_plain_loop(train, plain_t5, processes, tmp_path):
     """Under each strategy, while accumulating."""
     settings = {"recomputing and offloading": ("--activation-checkpointing", "--cpu-offload")}
@@ -152,7 +150,7 @@ def test_settings_of_speed_and_memory_change_no_number(train, plain_t5, tmp_path
 def test_t5_in_low_precision_is_close(train, plain_t5, processes, versions, tmp_path):
     """While accumulating, also on one process, where FSDP1 shards nothing."""
     settings = {}
-    for version, precision in itertools.product(versions, ("bf16", "fp16", "grad-bf16")):
+    for version, precision in itertools.product(versions, ("bf16", "grad-bf16")):
         settings[f"fsdp{version} {precision}"] = ("--fsdp-version", version, "--precision", precision)
     train("t5_fsdp.py", settings, processes)
     for name in settings:
@@ -162,17 +160,28 @@ def test_t5_in_low_precision_is_close(train, plain_t5, processes, versions, tmp_
 
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
 LM = ("--seq-length", 32, "--global-batch-size", GLOBAL_BATCH, "--num-validation-texts", 3, "--warmup-steps", 2)
-LM = (*LM, "--lr", 5e-3, "--max-steps", STEPS, "--log-every", 1, "--precision", "fp32", "--no-save-model")
+LM = (
+    *LM,
+    "--micro-batch-size",
+    1,
+    "--lr",
+    5e-3,
+    "--max-steps",
+    STEPS,
+    "--log-every",
+    1,
+    "--precision",
+    "fp32",
+    "--no-save-model",
+)
 
-SHARDS = {1: 1, 2: 1, 4: 2}  # of a replica of the hybrids, by the number of processes
+SHARDS = {1: 1, 2: 1, 3: 1, 4: 2}  # of a replica of the hybrids, by the number of processes
 
 
 def lm_settings(processes):
-    """Every strategy but DILOCO."""
     settings = {}
     for strategy in LM_STRATEGIES:
-        if strategy != "DILOCO":
-            settings[strategy] = ("--sharding-strategy", strategy)
+        settings[strategy] = ("--sharding-strategy", strategy)
         if strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
             settings[strategy] += ("--shards-per-replica", SHARDS[processes])
     return settings
@@ -185,55 +194,16 @@ def lm_rate(step):
     return 5e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2))))
 
 
-def lm_batches(model_folder, texts, processes, seed=1):
-    """What each process trains on in each step, and what they validate on."""
-    flags = ("--dataset", texts, "--micro-batch-size", micro_batch(processes), "--seed", seed)
-    args = parse("lm_multinode.py", *LM, *flags)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    steps = itertools.islice(lm_global_batches(args, tokenizer, processes), STEPS)
-    return list(steps), lm_held_out(args, tokenizer)
-
-
 @functools.cache
-def train_lm_plainly(model_folder, texts, processes, seed=1, weight_decay=0.1, clip=1.0):
+def train_lm_plainly(model_folder, texts, seed=1, micro_batch=1, weight_decay=0.1, clip=1.0):
     """Losses and gradient norms of all steps, and the validation losses before and after them."""
-    batches, held_out = lm_batches(model_folder, texts, processes, seed)
+    args = parse("lm_multinode.py", *LM, "--dataset", texts, "--micro-batch-size", micro_batch, "--seed", seed)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    batches = itertools.islice(lm_batches(args, tokenizer), STEPS)
+    held_out = lm_held_out(args, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     optimizer = adamw(model, weight_decay)
-    return train_and_validate(model, optimizer, map(joined, batches), held_out, cross_entropy, lm_rate, clip)[0]
-
-
-def train_replicas_plainly(model_folder, texts, processes, replicas, local_steps, lr, momentum):
-    """Losses and gradient norms of the first replica, and validation losses of what all share, every two steps."""
-    batches, held_out = lm_batches(model_folder, texts, processes)
-    shared = AutoModelForCausalLM.from_pretrained(model_folder)
-    outer = torch.optim.SGD(shared.parameters(), lr, momentum, nesterov=momentum > 0)
-    models = [copy.deepcopy(shared) for _ in range(replicas)]
-    optimizers = [adamw(model, weight_decay=0.1) for model in models]
-    size = processes // replicas
-    of_first = []
-    validation = [cross_entropy(shared, held_out).item()]
-
-    for done in range(0, STEPS, local_steps):
-        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            losses = []
-            for step in batches[done : done + local_steps]:
-                of_replica = step[number * size : (number + 1) * size]
-                losses.append(functools.partial(cross_entropy, model, joined(of_replica)))
-            curves = train_plainly(optimizer, losses, lambda step, done=done: lm_rate(done + step))
-            if number == 0:
-                of_first.append(curves)
-
-        for weight, *moved in zip(shared.parameters(), *(model.parameters() for model in models), strict=True):
-            weight.grad = weight.detach() - torch.stack([other.detach() for other in moved]).mean(dim=0)
-        outer.step()
-        for model in models:
-            model.load_state_dict(shared.state_dict())
-        if (done + local_steps) % 2 == 0:
-            validation.append(cross_entropy(shared, held_out).item())
-
-    losses, norms = (list(itertools.chain(*parts)) for parts in zip(*of_first, strict=True))
-    return losses, norms, validation
+    return train_and_validate(model, optimizer, batches, held_out, cross_entropy, lm_rate, clip)[0]
 
 
 @pytest.fixture
@@ -253,14 +223,14 @@ def check_replicas(folder, processes, flags):
     assert len(set(map(tuple, sums))) == shards, folder
 
 
-@two_and_long(1, 4)
+@two_and_long(1, 3, 4)
 def test_the_lm_equals_a_plain_loop(train, plain_lm, processes, tmp_path):
     """Under each strategy, while accumulating."""
     settings = lm_settings(processes)
     settings["recomputing and offloading"] = ("--activation-checkpointing", "--cpu-offload")
     train("lm_multinode.py", settings, processes, change=["record_model"])
     for name, flags in settings.items():
-        check_curves(tmp_path / name, plain_lm(processes))
+        check_curves(tmp_path / name, plain_lm())
         check_replicas(tmp_path / name, processes, flags)
         check_offloading(tmp_path / name, flags)
 
@@ -268,14 +238,14 @@ def test_the_lm_equals_a_plain_loop(train, plain_lm, processes, tmp_path):
 @pytest.mark.long
 def test_the_lm_equals_a_plain_loop_with_other_settings(train, plain_lm, tmp_path):
     settings = {
-        "one large batch": ("--micro-batch-size", GLOBAL_BATCH // 2),
-        "hybrid of one shard": ("--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1),
+        "hybrid of one shard": (("--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 1), {}),
+        "one large batch": (("--micro-batch-size", GLOBAL_BATCH // 2), {"micro_batch": GLOBAL_BATCH // 2}),
+        "other seed": (("--seed", 2), {"seed": 2}),
+        "no decay": (("--weight-decay", 0), {"weight_decay": 0}),
     }
-    train("lm_multinode.py", settings | {"other seed": ("--seed", 2), "no decay": ("--weight-decay", 0)}, 2)
-    for name in settings:
-        check_curves(tmp_path / name, plain_lm(2))
-    check_curves(tmp_path / "other seed", plain_lm(2, seed=2))
-    check_curves(tmp_path / "no decay", plain_lm(2, weight_decay=0))
+    train("lm_multinode.py", {name: flags for name, (flags, _) in settings.items()}, 2)
+    for name, (_, changes) in settings.items():
+        check_curves(tmp_path / name, plain_lm(**changes))
     for record in records(tmp_path / "no decay", "val_loss"):
         assert record["perplexity"] == pytest.approx(math.exp(record["val_loss"]))
 
@@ -292,39 +262,11 @@ def test_built_in_weights_are_those_of_the_seed_on_any_number_of_processes(train
     assert abs(first["1 1"] - first["1 2"]) > 1e-3
 
 
-def diloco(shards, local_steps=2):
-    flags = ("--sharding-strategy", "DILOCO", "--shards-per-replica", shards, "--local-steps", local_steps)
-    return *flags, "--validate-every", 2
-
-
-@two_and_long(4)
-def test_diloco_equals_plain_replicas_with_an_outer_optimizer(train, tiny_llama, texts, processes, tmp_path):
-    """PyTorch's own SGD. After a synchronization all replicas hold the same bits."""
-    shards = processes // 2
-    plain = functools.partial(train_replicas_plainly, tiny_llama, texts, processes)
-    wanted = {
-        "two": plain(replicas=2, local_steps=2, lr=0.7, momentum=0.9),
-        "averaging": plain(replicas=2, local_steps=1, lr=1.0, momentum=0),  # all go to the mean of their weights
-    }
-    settings = {
-        "two": diloco(shards),
-        "averaging": (*diloco(shards, local_steps=1), "--outer-lr", 1, "--outer-momentum", 0),
-    }
-    if processes == 4:
-        wanted["four"] = plain(replicas=4, local_steps=2, lr=0.7, momentum=0.9)
-        settings["four"] = diloco(1)
-    train("lm_multinode.py", settings, processes, change=["record_model"])
-    for name, flags in settings.items():
-        check_curves(tmp_path / name, wanted[name])
-        check_replicas(tmp_path / name, processes, flags)
-    assert differs(wanted["two"][2], wanted["averaging"][2], 1e-3)
-
-
 @pytest.mark.long
 def test_the_lm_in_bf16_is_close_and_auto_is_fp32_on_a_cpu(train, plain_lm, tmp_path):
     train("lm_multinode.py", {name: ("--precision", name) for name in ("auto", "bf16")}, 2)
-    check_curves(tmp_path / "auto", plain_lm(2))
-    check_low_precision(tmp_path / "bf16", plain_lm(2)[0])
+    check_curves(tmp_path / "auto", plain_lm())
+    check_low_precision(tmp_path / "bf16", plain_lm()[0])
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
@@ -347,10 +289,10 @@ def score(model):
 
 
 @functools.cache
-def train_mnist_plainly(network, processes, epochs=2, seed=1, lr=None, batch_size=GLOBAL_BATCH, images=IMAGES):
+def train_mnist_plainly(network, epochs=2, seed=1, lr=None, batch_size=GLOBAL_BATCH, images=IMAGES):
     """The loss, the test loss and the accuracy of each epoch.
 
-    The documents minimize the sum of the losses over a process's batch, and FSDP averages over processes.
+    Adam gets the gradient of the mean over a step's images. Adadelta gets that of the sum, as in its document.
     """
     pixels, labels = (tensor[:images] for tensor in digits(192, 0))
     order = DistributedSampler(pixels, num_replicas=1, rank=0, seed=seed)
@@ -358,12 +300,12 @@ def train_mnist_plainly(network, processes, epochs=2, seed=1, lr=None, batch_siz
     model = NETWORKS[network]()
     for dropout in (model.dropout1, model.dropout2):
         dropout.p = 0.0
-    optimizer, first_rate, gamma = torch.optim.Adam(model.parameters()), lr or 0.001, 1.0
+    optimizer, first_rate, gamma, reduction = torch.optim.Adam(model.parameters()), lr or 0.001, 1.0, "mean"
     if network == "xpu":
-        optimizer, first_rate, gamma = torch.optim.Adadelta(model.parameters()), lr or 0.1, 0.5
+        optimizer, first_rate, gamma, reduction = torch.optim.Adadelta(model.parameters()), lr or 0.1, 0.5, "sum"
 
     def loss_of(numbers):
-        return F.nll_loss(model(pixels[numbers]), labels[numbers], reduction="sum") / processes
+        return F.nll_loss(model(pixels[numbers]), labels[numbers], reduction=reduction)
 
     results = []
     for epoch in range(1, epochs + 1):
@@ -371,7 +313,8 @@ def train_mnist_plainly(network, processes, epochs=2, seed=1, lr=None, batch_siz
         losses = [functools.partial(loss_of, numbers) for numbers in torch.tensor(list(order)).split(batch_size)]
         epoch_rate = first_rate * gamma ** (epoch - 1)
         values, _ = train_plainly(optimizer, losses, lambda step, rate=epoch_rate: rate, clip=math.inf)
-        results.append((sum(values) * processes / images, *score(model)))
+        total = sum(values) * (batch_size if reduction == "mean" else 1)
+        results.append((total / images, *score(model)))
     return results
 
 
@@ -393,34 +336,29 @@ def check_saved(root, network, count):
         assert score(model) == pytest.approx(epochs_of(path.parents[1])[-1][1:], **CLOSE), path
 
 
-def test_the_local_network_equals_a_plain_loop(train, tmp_path):
-    settings = {"local": ("--model", "shallow", "--mode", "local", "--save-model")}
-    train("mnist_fsdp.py", settings, 1, change=["no_dropout"])
-    check_epochs(tmp_path / "local", train_mnist_plainly("shallow", 1), AFTER_ADAM)
-    check_saved(tmp_path, "shallow", 1)
-
-
-@two_and_long(3)
 @pytest.mark.parametrize("network", ["shallow", "xpu"])
+@two_and_long(3, 4)
 def test_digits_are_learned_as_by_a_plain_loop(train, processes, network, tmp_path):
-    """By Adam, and by Adadelta with a learning rate that falls. Three cannot divide 100 test images, nor the weights.
-    What is saved has the score that is reported."""
+    """By Adam, and by Adadelta with a learning rate that falls; so the sharded half of MNIST learns what the local one
+    does. Three cannot divide 100 test images, nor the weights. What is saved has the score that is reported."""
     script, shared, tolerance = "mnist_fsdp.py", ("--model", "shallow"), AFTER_ADAM
     if network == "xpu":
         script, shared, tolerance = "mnist_fsdp_xpu.py", ("--lr", 0.1, "--gamma", 0.5), CLOSE
-    settings = {"small units": (*shared, "--min-num-params", 2000, "--test-batch-size", 7)}
+    elif processes == 2:
+        train(script, {"local": (*shared, "--mode", "local", "--save-model")}, 1, change=["no_dropout"])
+    settings = {"small units": (*shared, "--min-num-params", 2000, "--test-batch-size", 7 * processes)}
     for version in VERSIONS:
         saving = "--save-model" if version in SAVE_ON_CPU else "--no-save-model"
         settings[f"fsdp{version}"] = (*shared, "--fsdp-version", version, saving)
     shown = train(script, settings, processes, change=["show_test_batches"]).stdout
-    epochs = 2 * processes  # of a setting, in all processes
-    assert shown.count("test batches of 7\n") == epochs
-    assert shown.count("test batches of 1000\n") == epochs * len(VERSIONS)
+    assert shown.count("test batches of 7\n") == 2 * processes  # epochs, in all processes
 
-    plain = train_mnist_plainly(network, processes)
+    plain = train_mnist_plainly(network)
     for name in settings:
         check_epochs(tmp_path / name, plain, tolerance)
-    check_saved(tmp_path, network, len(SAVE_ON_CPU))
+    if (tmp_path / "local").exists():
+        check_epochs(tmp_path / "local", plain, tolerance)
+    check_saved(tmp_path, network, len(SAVE_ON_CPU) + (tmp_path / "local").exists())
 
 
 @pytest.mark.long
@@ -435,7 +373,7 @@ def test_each_flag_of_mnist_is_what_it_says(train, network, script, tmp_path):
         settings[name] = (*shared, flag, value)
     train(script, settings, 1, change=["no_dropout"])
     for name, value in changes.items():
-        plain = train_mnist_plainly(network, 1, **{name: value})
+        plain = train_mnist_plainly(network, **{name: value})
         check_epochs(tmp_path / name, plain, AFTER_ADAM if network == "shallow" else CLOSE)
 
 
@@ -449,10 +387,9 @@ def furthest(curves, other):
     return max(times)
 
 
-def test_other_clipping_decay_order_or_divisor_would_be_noticed(plain_t5, plain_lm):
+def test_other_clipping_decay_or_order_would_be_noticed(plain_t5, plain_lm):
     """Each changes a loss or a gradient norm of the plain loops by more than ten times what the tests above allow."""
     for other in (plain_t5(clip=math.inf), plain_t5(seed=2)):
         assert furthest(plain_t5(), other) > 10
-    for other in (plain_lm(2, clip=math.inf), plain_lm(2, seed=2), plain_lm(2, weight_decay=0)):
-        assert furthest(plain_lm(2), other) > 10
-    assert differs(train_mnist_plainly("xpu", 1)[-1], train_mnist_plainly("xpu", 2)[-1], 10 * CLOSE["abs"])
+    for other in (plain_lm(clip=math.inf), plain_lm(seed=2), plain_lm(weight_decay=0)):
+        assert furthest(plain_lm(), other) > 10

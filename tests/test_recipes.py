@@ -1,5 +1,7 @@
 """docs/recipes: every diff applies to the scripts, which then do what docs/your-model-and-data.md says."""
 
+import copy
+import functools
 import itertools
 import json
 import math
@@ -17,9 +19,20 @@ import torch.nn.functional as F
 
 import numpy as np
 import pytest
-from conftest import CLOSE, ROOT, check_curves, curve, fsdp, make_model, records, run_many, succeed, write_csv
+from conftest import CLOSE, ROOT, VERSIONS, check_curves, curve, fsdp, make_model, records, run_many, succeed, write_csv
 from peft import LoraConfig, PeftModel, get_peft_model
-from plain import adamw, cross_entropy, joined, t5_batches, t5_loss, t5_samples, train_and_validate
+from plain import (
+    adamw,
+    cross_entropy,
+    lm_batches,
+    t5_batches,
+    t5_loss,
+    t5_samples,
+    t5_steps,
+    train_and_validate,
+    train_plainly,
+)
+from shared import patched
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -34,32 +47,17 @@ from transformers import (
 from inside import (
     UserError,
     builtin_article,
-    lm_global_batches,
     lm_held_out,
     lm_packed,
+    lm_steps,
     load_module,
     parse,
     t5_articles,
-    t5_steps,
 )
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
 TOGETHER = [("t5-metric", "t5-schedule"), ("lm-chat", "lm-lora")]
-
-
-def patched(folder, *names):
-    """A user's copy of the scripts, with these diffs."""
-    folder.mkdir(parents=True)
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, folder)
-    for name in names:
-        [script] = re.findall(r"^\+\+\+ b/(.+)", RECIPES[name].read_text(), re.M)
-        before = (folder / script).read_text()
-        finished = subprocess.run(["git", "apply", RECIPES[name]], capture_output=True, text=True, cwd=folder)
-        assert finished.returncode == 0, f"{name}\n{finished.stderr}"
-        assert (folder / script).read_text() != before  # git skips what is not below its folder, in silence
-    return folder
 
 
 def snippet(title, **paths):
@@ -148,8 +146,7 @@ def train_t5_plainly(model, tokenizer, csv, prefix=""):
 
 def train_lm_plainly(model, tokenizer, flags, weight_decay=0.1, loss_of=cross_entropy, **script):
     args = parse("lm_multinode.py", *flags)
-    steps = itertools.islice(lm_global_batches(args, tokenizer, 2, **script), STEPS)
-    batches = [joined(step) for step in steps]
+    batches = itertools.islice(lm_batches(args, tokenizer, **script), STEPS)
     to_validate = lm_held_out(args, tokenizer, **script)
     optimizer = adamw(model, weight_decay)
     return train_and_validate(model, optimizer, batches, to_validate, loss_of, lambda step: RATE * step / STEPS)
@@ -246,6 +243,92 @@ def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
     script.write_text(script.read_text().replace("dtype=torch.float32)", f"dtype=torch.{dtype})"))
     variants = VARIANTS if dtype == "float32" else {"fsdp2": ("--no-save-model",)}
     check_training(script, flags, plain, load, tmp_path, variants)
+
+
+# ---- fp16, and DiLoCo ------------------------------------------------------------------------------------------------
+@pytest.mark.long
+@pytest.mark.parametrize("processes, versions", [(1, (1,)), (2, VERSIONS)])
+def test_t5_in_fp16_is_close_to_a_plain_loop(processes, versions, tiny_model, articles_csv, tmp_path):
+    """While accumulating, also on one process, where FSDP1 shards nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = AutoModelForSeq2SeqLM.from_pretrained(tiny_model)
+    (exact, _, validation), _ = train_t5_plainly(model, tokenizer, articles_csv, "summarize: ")
+    script = patched(tmp_path / "copy", "t5-fp16") / "t5_fsdp.py"
+    flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--precision", "fp16", "--no-save-model")
+    flags = (*flags, "--batch-size", 4 // processes, "--accumulation-steps", 2)
+    settings = {tmp_path / str(version): (*flags, "--fsdp-version", version) for version in versions}
+    run_many(script, settings, processes)
+    for folder in settings:
+        assert curve(folder) == pytest.approx(exact, rel=0.02)
+        assert max(abs(value - of_exact) for value, of_exact in zip(curve(folder), exact, strict=True)) > 1e-6
+        assert curve(folder, "val_loss") == pytest.approx(validation, rel=0.02)
+
+
+def train_replicas_plainly(folder, flags, processes, replicas, local_steps, lr, momentum):
+    """Losses and gradient norms of the first replica, and validation losses of what all share, every two steps. The
+    outer optimizer is PyTorch's own SGD."""
+    args = parse("lm_multinode.py", *flags)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    steps = [micro_batches for micro_batches, _ in itertools.islice(lm_steps(args, tokenizer), STEPS)]
+    held_out = lm_held_out(args, tokenizer)
+    shared = AutoModelForCausalLM.from_pretrained(folder)
+    outer = torch.optim.SGD(shared.parameters(), lr, momentum, nesterov=momentum > 0)
+    models = [copy.deepcopy(shared) for _ in range(replicas)]
+    optimizers = [adamw(model, weight_decay=0.1) for model in models]
+    size = processes // replicas
+    of_first = []
+    validation = [cross_entropy(shared, held_out).item()]
+
+    for done in range(0, STEPS, local_steps):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            losses = []
+            for micro_batches in steps[done : done + local_steps]:
+                ranks = range(number * size, (number + 1) * size)
+                own = [batch for rank in ranks for batch in micro_batches[rank::processes]]
+                joined = {name: np.concatenate([batch[name] for batch in own]) for name in own[0]}
+                losses.append(functools.partial(cross_entropy, model, joined))
+            curves = train_plainly(optimizer, losses, lambda step, done=done: RATE * (done + step) / STEPS)
+            if number == 0:
+                of_first.append(curves)
+
+        for weight, *moved in zip(shared.parameters(), *(model.parameters() for model in models), strict=True):
+            weight.grad = weight.detach() - torch.stack([other.detach() for other in moved]).mean(dim=0)
+        outer.step()
+        for model in models:
+            model.load_state_dict(shared.state_dict())
+        if (done + local_steps) % 2 == 0:
+            validation.append(cross_entropy(shared, held_out).item())
+
+    losses, norms = (list(itertools.chain(*parts)) for parts in zip(*of_first, strict=True))
+    return losses, norms, validation
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2, 4])
+def test_diloco_equals_plain_replicas_with_an_outer_optimizer(processes, tiny_llama, tmp_path):
+    """After a synchronization all replicas hold the same bits."""
+    script = patched(tmp_path / "copy", "lm-diloco") / "lm_multinode.py"
+    flags = (*LM, "--model", tiny_llama, "--validate-every", 2, "--micro-batch-size", 1)
+    plain = functools.partial(train_replicas_plainly, tiny_llama, flags, processes)
+    runs = {  # of two replicas; averaging: all go on from the mean of their weights
+        "two": (2, {"local_steps": 2, "lr": 0.7, "momentum": 0.9}),
+        "averaging": (2, {"local_steps": 1, "lr": 1.0, "momentum": 0.0}),
+    }
+    if processes == 4:
+        runs["four"] = (4, runs["two"][1])
+    settings = {}
+    for name, (replicas, outer) in runs.items():
+        shards = processes // replicas
+        settings[tmp_path / name] = (*flags, "--sharding-strategy", "DILOCO", "--shards-per-replica", shards)
+        settings[tmp_path / name] += ("--local-steps", outer["local_steps"], "--outer-lr", outer["lr"])
+        settings[tmp_path / name] += ("--outer-momentum", outer["momentum"], "--no-save-model")
+    run_many(script, settings, processes, change=["record_model"])
+    for name, (replicas, outer) in runs.items():
+        check_curves(tmp_path / name, plain(replicas=replicas, **outer))
+        sums = [torch.load(tmp_path / name / f"model-{rank}.pt")["sums"].tolist() for rank in range(processes)]
+        assert sums == [sums[rank % (processes // replicas)] for rank in range(processes)]
+    two, averaging = (curve(tmp_path / name, "val_loss")[-1] for name in ("two", "averaging"))
+    assert abs(two - averaging) > 1e-3
 
 
 # ---- Chat models -----------------------------------------------------------------------------------------------------

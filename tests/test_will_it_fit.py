@@ -11,10 +11,10 @@ from torch._subclasses import FakeTensorMode
 import pytest
 import will_it_fit
 from conftest import ROOT, run_many
+from shared import patched
 from step_time import ATTENTION_SHARE, FP32_ATTENTION_SHARE, GPUS, MEMORY_SHARE, PRODUCTS_SHARE, Kernels
-from test_recipes import patched
 
-from inside import LM_READS_THE_LOSS, LM_WIDER
+from inside import LM_WIDER
 
 TOOL = "tests/benchmarks/will_it_fit.py"
 GPU = Namespace(vocabulary=32_000, per_node=8, attention="gpu")
@@ -26,7 +26,6 @@ ZERO2 = ("--sharding-strategy", "SHARD_GRAD_OP")
 CASES = (
     ("--precision", "bf16", "--activation-checkpointing", "--global-batch-size", 8),
     ("--sharding-strategy", "_HYBRID_SHARD_ZERO2", "--shards-per-replica", 1, "--global-batch-size", 16),
-    ("--sharding-strategy", "DILOCO", "--shards-per-replica", 1, "--local-steps", 2, "--global-batch-size", 8),
 )
 
 
@@ -171,7 +170,7 @@ def test_frozen_weights_have_no_gradients(name, tiny_model, tiny_llama, articles
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "DILOCO", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 def test_what_is_sent_is_what_the_formulas_say(strategy):
     """Those of docs/multi-node.md: two micro-batches in bf16 on two nodes of two processes."""
     flags = ("--sharding-strategy", strategy, "--precision", "bf16", "--num-processes", 4, "--global-batch-size", 32)
@@ -185,7 +184,6 @@ def test_what_is_sent_is_what_the_formulas_say(strategy):
     expected = {
         "FULL_SHARD": (everything / 2, everything / 2),
         "HYBRID_SHARD": (in_replica, reduced / 2),
-        "DILOCO": (in_replica, reduced / 2 / 50),
         "NO_SHARD": (3 / 4 * reduced, 3 / 4 * reduced),
     }
     assert (cost["inside"], cost["between"]) == pytest.approx(expected[strategy], rel=0.01)
@@ -241,7 +239,7 @@ def test_sweeps_offload_and_the_largest_batch():
 
 
 @pytest.mark.long
-def test_an_edited_copy_is_traced_and_a_read_is_named_with_its_line(tmp_path):
+def test_an_edited_copy_is_traced(tmp_path):
     """With layers a hundred times as wide it needs more."""
     shutil.copy(ROOT / "common.py", tmp_path)
     copy = tmp_path / "lm_multinode.py"
@@ -250,8 +248,3 @@ def test_an_edited_copy_is_traced_and_a_read_is_named_with_its_line(tmp_path):
     printed = run_many(TOOL, [["lm_multinode.py"], [copy]]).stdout
     mine, edited = re.findall(r"^peak ([\d.]+) GiB", printed, re.M)
     assert float(edited) > float(mine) + 0.1
-
-    copy.write_text(text.replace(*LM_READS_THE_LOSS))
-    finished = run_many(TOOL, [[copy]], check=False)
-    assert finished.returncode == 2 and "Traceback" not in finished.stderr
-    assert re.search(r"lm_multinode.py, line \d+ .*: loss_sum \+= loss.item\(\)$", finished.stderr, re.M)

@@ -7,7 +7,7 @@
 Needs one GPU and no network: random weights in the shape of the real models, texts of random words that fill every
 sequence. Each row is a run of the script by its command line, `--steps` steps to warm up and compile and as many that
 count; it is printed as soon as it is there. One that runs out of memory says so, and the next goes on. It ends
-after `--minutes`. fp32 is fp32 itself; tf32 is what the scripts make of fp32 on a GPU.
+after `--minutes`. tf32 is what the scripts make of fp32 on a GPU.
 
 MFU is model FLOP/s over the device's bf16 peak, in every precision: for the Llama by lm_multinode.py, for T5 three
 times what torch's FLOP counter finds in a forward pass. `predicted GiB` is what will_it_fit.py says; it traces neither
@@ -16,7 +16,6 @@ FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator gave out; on a CPU
 
 import argparse
 import json
-import os
 import platform
 import re
 import subprocess
@@ -30,6 +29,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import shared
+import will_it_fit
 from lm_loader import write_texts
 from throughput import write_articles
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
@@ -42,34 +42,30 @@ WAYS = {
     "bf16": ("--precision", "bf16"),
     "bf16, compile": ("--precision", "bf16", "--compile"),
     "bf16, recomputing": ("--precision", "bf16", "--activation-checkpointing"),
-    "bf16, FSDP1": ("--precision", "bf16", "--fsdp-version", 1),
+    "bf16, FSDP1": ("--precision", "bf16", "--fsdp-version", "1"),
     "tf32": ("--precision", "fp32"),
     "tf32, recomputing": ("--precision", "fp32", "--activation-checkpointing"),
     "tf32, compile": ("--precision", "fp32", "--compile"),
-    "fp32": ("--precision", "fp32"),
 }
 
 
-def prepare_lm(folder: Path, options) -> tuple[list, list]:
-    """The flags of a run, and those that only the prediction needs."""
+def prepare_lm(folder: Path, options) -> list:
+    """The flags of a run."""
     write_texts(folder, texts=100 if options.tiny else 4000)
-    vocabulary = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
-    batch = options.batch or (2 if options.tiny else 16)
+    batch = 2 if options.tiny else 16
     flags = ["--model", "tiny" if options.tiny else "150m", "--seq-length", 128 if options.tiny else 1024]
     flags += ["--micro-batch-size", batch, "--global-batch-size", batch]
-    own = ["--dataset", f"{folder}/*.json.gz", "--tokenizer", folder, "--peak-tflops", options.peak_tflops]
-    own += ["--num-validation-texts", 20, "--validate-every", 10**6]
-    return [*flags, *own], [*flags, "--vocabulary", vocabulary]
+    flags += ["--dataset", f"{folder}/*.json.gz", "--tokenizer", folder, "--peak-tflops", options.peak_tflops]
+    return [*flags, "--num-validation-texts", 20, "--validate-every", 10**6]
 
 
-def prepare_t5(folder: Path, options) -> tuple[list, list]:
-    batch = options.batch or (2 if options.tiny else 16)
+def prepare_t5(folder: Path, options) -> list:
+    batch = 2 if options.tiny else 16
     steps = 2 * options.steps
     shape = "tiny" if options.tiny else "t5-base"
     write_articles(folder, int(1.2 * batch * steps) + 50, shape, mean=2500, sigma=0.05)  # all are cut
     flags = ["--model", folder, "--batch-size", batch, "--max-source-length", SOURCE, "--max-target-length", TARGET]
-    own = ["--dataset", folder / "articles.csv", "--num-train-samples", 0, "--no-run-validation", "--epochs", 1]
-    return [*flags, *own], flags
+    return [*flags, "--dataset", folder / "articles.csv", "--num-train-samples", 0, "--no-run-validation"]
 
 
 def t5_flops_per_token(folder: Path) -> float:
@@ -81,12 +77,10 @@ def t5_flops_per_token(folder: Path) -> float:
     return 3 * counter.get_total_flops() / (SOURCE + TARGET)
 
 
-def measure(script: str, flags: list, change: list, output: Path, seconds: float) -> dict:
+def measure(script: str, flags: list, output: Path, seconds: float) -> dict:
     """The last record of a run, or why there is none."""
-    settings = [[*map(str, flags), "--output-dir", str(output)]]
-    command = [shared.ROOT / "tests" / "forked.py", shared.ROOT / script, json.dumps(settings), json.dumps(change)]
+    command = [sys.executable, shared.ROOT / script, *map(str, flags), "--output-dir", output]
     try:
-        command = list(map(str, [sys.executable, *command]))
         finished = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return {"note": "no time left"}
@@ -96,20 +90,20 @@ def measure(script: str, flags: list, change: list, output: Path, seconds: float
     return {"note": "out of memory" if is_memory else finished.stderr.strip().splitlines()[-1]}
 
 
-def start_prediction(script: str, flags: list, options) -> subprocess.Popen | None:
-    """Of the peak, on the CPU, while the GPU is measured."""
+def predict(script: str, flags: list, folder: Path, options) -> float | str:
+    """The GiB of the peak."""
     if "--compile" in flags or "--fsdp-version" in flags:
-        return None
+        return "-"
+    vocabulary = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     attention = "cpu" if options.device == "cpu" else "gpu"
-    tool = Path(__file__).with_name("will_it_fit.py")
-    command = [sys.executable, tool, script, "--num-processes", 1, "--attention", attention, *flags]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=environment)
+    of_tool = argparse.Namespace(vocabulary=vocabulary, per_node=8, attention=attention)
+    with will_it_fit.traced(script, flags, of_tool) as run:
+        return run.peak() / will_it_fit.GIB
 
 
 def rows(part: str, folder: Path, options, deadline: float):
     script = {"lm": "lm_multinode.py", "t5": "t5_fsdp.py"}[part]
-    flags, of_prediction = {"lm": prepare_lm, "t5": prepare_t5}[part](folder, options)
+    flags = {"lm": prepare_lm, "t5": prepare_t5}[part](folder, options)
     flags += ["--device", options.device, "--num-processes", 1, "--no-save-model"]
     flags += ["--max-steps", 2 * options.steps, "--log-every", options.steps]
     flops = t5_flops_per_token(folder) if part == "t5" else 0
@@ -119,15 +113,11 @@ def rows(part: str, folder: Path, options, deadline: float):
         left = deadline - time.monotonic()
         if left < 0:
             return
-        predictor = start_prediction(script, [*of_prediction, *more], options)
-        change = ["compute_in_fp32"] if name == "fp32" else []
-        output = folder / f"output-{number}"
-        found = measure(script, [*flags, *more], change, output, left)
+        found = measure(script, [*flags, *more], folder / f"output-{number}", left)
         row = {part: name, "tokens/s": found.get("tokens/s", "-"), "mfu": found.get("mfu", "-")}
         if part == "t5" and options.peak_tflops and "tokens/s" in found:
             row["mfu"] = found["tokens/s"] * flops / (options.peak_tflops * 1e12)
-        predicted = predictor.communicate()[0] if predictor else ""
-        row["predicted GiB"] = ([*re.findall(r"^peak ([\d.]+) GiB", predicted, re.M), "-"])[0]
+        row["predicted GiB"] = predict(script, [*flags, *more], folder, options)
         yield row | {"peak GiB": found.get("peak_gib", "-"), "note": found.get("note", "")}
 
 
@@ -137,7 +127,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument("--steps", type=int, default=20, help="that warm up, and that count")
-    parser.add_argument("--batch", type=int, default=0, help="samples in a step; 0: 16, or 2 of tiny ones")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of a GPU that lm_multinode.py does not know")
     parser.add_argument("--minutes", type=float, default=24.0, help="after which no row goes on")
     options = parser.parse_args()

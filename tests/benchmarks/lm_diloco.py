@@ -1,11 +1,11 @@
-"""What DILOCO loses in perplexity for the same tokens, and gains in time on a slow network.
+"""What the recipe lm-diloco loses in perplexity for the same tokens, and gains in time on a slow network.
 
     python tests/benchmarks/lm_diloco.py [--steps 300] [--link 100mbit]
 
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), joined by a slow cable. The tiny Llama
-of lm_multinode.py learns the built-in texts under NO_SHARD, _HYBRID_SHARD_ZERO2 and DILOCO, with the same tokens in a
-step and the same steps; DILOCO with the paper's outer optimizer, and with one that only averages. The table has the
-validation perplexity at the end, and how long the run took from its first step.
+of lm_multinode.py, in a copy with the recipe, learns the built-in texts under NO_SHARD, _HYBRID_SHARD_ZERO2 and
+DILOCO, with the same tokens in a step and the same steps; DILOCO with the paper's outer optimizer, and with one that
+only averages. The table has the validation perplexity at the end, and how long the run took from its first step.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from shared import print_table, read_metrics
+from shared import patched, print_table, read_metrics
 from two_nodes import two_nodes
 
 TWO = ("--sharding-strategy", "DILOCO", "--shards-per-replica", 2)
@@ -37,9 +37,10 @@ RUNS = {
 def rows(nodes, folder: Path, options):
     flags = ["--max-steps", options.steps, "--validate-every", 100, "--log-every", 100, "--precision", "fp32"]
     flags += ["--device", "cpu", "--no-save-model"]
+    script = patched(folder / "copy", "lm-diloco") / "lm_multinode.py"
     for number, (name, more) in enumerate(RUNS.items()):
         output = folder / str(number)
-        finished = nodes.torchrun("lm_multinode.py", *flags, *more, "--output-dir", output, timeout=3600)
+        finished = nodes.torchrun(script, *flags, *more, "--output-dir", output, timeout=3600)
         if any(one.returncode for one in finished):
             sys.exit("".join(one.stderr for one in finished))
         first, *_, last = [row for row in read_metrics(output) if "perplexity" in row]

@@ -3,13 +3,16 @@
     python tests/benchmarks/lm_loader.py
 
 The texts are paragraphs of Python's reference in random order, with lengths as in C4, in gzipped files of C4's format;
-the tokenizer is trained on them. It reads until the worker's queue has been emptied several times. The worker needs a
-core of its own, and so does the process that trains. What a GPU needs is at 50% MFU, by the formula of the script.
+the tokenizer is trained on them. A step has 16 micro-batches, each from a stream of its own: one process has all 16
+streams, and one of eight has two. Many micro-batches are read, so that each stream packs several blocks of texts. The
+worker needs a core of its own, and so does the process that trains. What a GPU needs is at 50% MFU, by the formula of
+the script.
 """
 
 import argparse
 import gzip
 import json
+import math
 import os
 import platform
 import random
@@ -52,38 +55,39 @@ def write_texts(folder: Path, texts: int) -> None:
 
 def args_of(folder: Path, model: str):
     flags = ["--model", model, "--dataset", f"{folder}/*.json.gz", "--tokenizer", folder, "--seq-length", 1024]
-    flags += ["--micro-batch-size", 8, "--peak-tflops", PEAK_TFLOPS["H100"]]
+    flags += ["--global-batch-size", 128, "--micro-batch-size", 8, "--peak-tflops", PEAK_TFLOPS["H100"]]
     return parse("lm_multinode.py", *flags, "--num-validation-texts", 1)
 
 
-def row(folder: Path, batches: int, world) -> dict:
+def rows(folder: Path, micro_batches: int):
     needs = {}
     for model in ("150m", "1b"):  # of one H100 or H200, which compute bf16 equally fast
         args = args_of(folder, model)
-        config, tokenizer = lm_config(args, world)
+        config, tokenizer = lm_config(args)
         config.vocab_size = 32_000
         empty = MODULES["lm_multinode.py"].make_meta_model(config)
-        needs[f"{model} needs"] = 0.5 / lm_mfu_per_token_per_second(args, world, empty)
+        needs[f"{model} needs"] = 0.5 / lm_mfu_per_token_per_second(args, world_of(), empty)
 
     source, _ = lm_texts(args)
-    loader = lm_loader(args, tokenizer, rank=0, size=1, position=None, source=source)
-    for _ in range(16):  # start, and fill and empty the queue, which holds 8
-        next(loader)
-    began = time.perf_counter()
-    for _ in range(batches):
-        next(loader)
-    rate = batches * args.micro_batch_size * args.seq_length / (time.perf_counter() - began)
-    return {"tokens/s": rate} | needs
+    for size in (1, 8):
+        steps = lm_loader(args, tokenizer, rank=0, size=size, positions=None, source=source)
+        for _ in range(4):  # start, and fill and empty the queue, which holds two
+            next(steps)
+        step_size = args.global_batch_size // size
+        num_steps = math.ceil(micro_batches * args.micro_batch_size / step_size)
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            next(steps)
+        speed = num_steps * step_size * args.seq_length / (time.perf_counter() - began)
+        yield {"processes": size, "tokens/s of one": speed} | needs
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=64, help="of 8 sequences")
+    parser.add_argument("--micro-batches", type=int, default=800, help="to read, of 8 sequences")
     parser.add_argument("--texts", type=int, default=8000, help="in each of eight files")
     options = parser.parse_args()
-    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1, backend="gloo")
     with tempfile.TemporaryDirectory() as scratch:
         write_texts(Path(scratch), options.texts)
         print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores\n")
-        shared.print_table([row(Path(scratch), options.batches, world_of())])
-    torch.distributed.destroy_process_group()
+        shared.print_table(rows(Path(scratch), options.micro_batches))

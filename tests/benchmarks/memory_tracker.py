@@ -27,15 +27,14 @@ class Tracker(TorchDispatchMode):
     """Counts the bytes of all tensors that are alive, as they come and go.
 
     Of each operation `operations` has its name, `phases` the phase that was set, and `totals` the bytes after it.
-    `at`: numbers of operations; `kinds` has the bytes of each kind after these. `optimizer_state`: more tensors that
-    count as such. `offloads`: shards, their gradients and their moments are in the CPU's memory, and do not count.
+    `at`: numbers of operations; `kinds` has the bytes of each kind after these. `offloads`: shards, their gradients and
+    their moments are in the CPU's memory, and do not count.
     """
 
-    def __init__(self, model, optimizer, at=(), optimizer_state=(), offloads=False) -> None:
+    def __init__(self, model, optimizer, at=(), offloads=False) -> None:
         super().__init__()
         self.model = model
         self.optimizer = optimizer
-        self.optimizer_state = list(optimizer_state)
         self.offloads = offloads
         self.at = at
         self.phase = "forward"
@@ -68,7 +67,7 @@ class Tracker(TorchDispatchMode):
         of_units = [g for g in [*(p.grad for p in whole), *accumulated] if g is not None]
         return {
             "parameters": parameters + (of_shards if self.offloads else []),
-            "optimizer state": moments + self.optimizer_state,
+            "optimizer state": moments,
             "gradients": of_units if self.offloads else of_shards + of_units,
         }
 
@@ -144,20 +143,10 @@ def record_peak(script) -> None:
     """
     train_step = script.train_step
     peaks = []
-    outer_tensors = []
-    if hasattr(script, "OuterOptimizer"):
-        make_outer = script.OuterOptimizer
 
-        def make_and_note(*arguments):
-            outer = make_outer(*arguments)
-            outer_tensors.extend([outer.synced, outer.momentum])
-            return outer
-
-        script.OuterOptimizer = make_and_note
-
-    def recorded_step(args, world, model, optimizer, *rest):
-        with TrackerWithoutGloo(model, optimizer, (), outer_tensors, args.cpu_offload) as tracker:
-            result = train_step(args, world, model, optimizer, *rest)
+    def recorded_step(args, world, model, optimizer, batch):
+        with TrackerWithoutGloo(model, optimizer, offloads=args.cpu_offload) as tracker:
+            result = train_step(args, world, model, optimizer, batch)
         peaks.append(max(tracker.totals))
         found = {"peak": statistics.median_low(peaks[1:] or [0]), "vocabulary": model.config.vocab_size}
         (args.output_dir / f"peak-{world.rank}.json").write_text(json.dumps(found))

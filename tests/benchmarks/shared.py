@@ -1,8 +1,11 @@
-"""What the benchmarks share: launches, metrics, made-up texts and models, tables."""
+"""What the benchmarks share: launches, metrics, tables, made-up texts and models, copies with a recipe."""
 
 import itertools
 import json
 import random
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +23,22 @@ def torchrun(processes: int) -> list:
 def read_metrics(output: Path) -> list[dict]:
     """The records of a run."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def patched(folder: Path, *names: str) -> Path:
+    """A user's copy of the scripts, with these diffs of docs/recipes."""
+    folder.mkdir(parents=True)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    for name in names:
+        diff = ROOT / "docs" / "recipes" / f"{name}.diff"
+        files = [folder / file for file in re.findall(r"^\+\+\+ b/(.+)", diff.read_text(), re.M)]
+        before = [file.read_text() for file in files]
+        finished = subprocess.run(["git", "apply", diff], capture_output=True, text=True, cwd=folder)
+        assert finished.returncode == 0, f"{name}\n{finished.stderr}"
+        for file, text in zip(files, before, strict=True):
+            assert file.read_text() != text  # git skips what is not below its folder, in silence
+    return folder
 
 
 def print_table(rows) -> None:

@@ -1,4 +1,4 @@
-"""Speed of a script beside two other ways to train the same model on the same cores.
+"""Speed of a script beside other ways to train the same model on the same cores.
 
     python tests/benchmarks/throughput.py lm_multinode.py --micro-batch-size 4 --global-batch-size 16 --precision bf16
     python tests/benchmarks/throughput.py t5_fsdp.py --fsdp-version 1 --precision fp32
@@ -9,7 +9,7 @@ WikiHow's for T5 (580 words, summaries of 60). They take turns, each turn in pro
 steps of all turns are printed, for the LM in tokens without pads, for T5 in articles. Only the loop differs:
 
     script     its own loader and step
-    plain      no FSDP: one process on all the cores, with the batches, the loss and the AdamW of the script
+    plain      the LM without FSDP: one process on all the cores, with the batches, the loss and the AdamW of the script
     document   the LM's: each text padded or cut to the sequence length by four workers, the whole model in one unit of
                FSDP1, AdamW without fusion, `.item()` in every micro-batch. T5's: texts padded to 512 and summaries to
                150 tokens, one by one in two workers, FSDP1, AdamW without fusion, `.item()` in every step
@@ -96,10 +96,10 @@ def write_c4_like(folder: Path, count: int) -> None:
 
 # ---- The loops: each makes steps, and yields what all processes have trained on in one -------------------------------
 def lm_script(args, world, tokenizer):
-    config, _ = lm_config(args, world)
+    config, _ = lm_config(args)
     source, _ = lm_texts(args)
-    batches = lm_loader(args, tokenizer, world.rank, world.size, None, source)
-    _, step = lm_trainer(args, world, config, batches)
+    steps = lm_loader(args, tokenizer, world.rank, world.size, None, source)
+    _, step = lm_trainer(args, world, config, steps)
     while True:
         step()
         yield args.global_batch_size * args.seq_length
@@ -114,52 +114,22 @@ def t5_script(args, world, tokenizer):
 
 
 def lm_plain(args, world, tokenizer):
-    tokens = args.global_batch_size * args.seq_length
-
-    def loss_of(model, weights, batch):
-        logits = functional_call(model, weights, kwargs={"input_ids": batch["input_ids"]}).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), reduction="sum") / tokens
-
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
+    options = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
     source, _ = lm_texts(args)
-    batches = lm_loader(args, tokenizer, 0, 1, None, source)
-    step = plain_step(AutoModelForCausalLM, args, loss_of, betas=(0.9, 0.95), weight_decay=0.1)
-    while True:
-        step(next(batches)[0] for _ in range(args.global_batch_size // args.micro_batch_size))
-        yield tokens
-
-
-def t5_plain(args, world, tokenizer):
-    """In micro-batches of as many articles as the script has in each process."""
-
-    def loss_of(model, weights, batch):
-        share = batch.pop("share")  # of the target tokens
-        return functional_call(model, weights, kwargs=batch).loss * share
-
-    _, batches = t5_batches(args, world)
-    step = plain_step(AutoModelForSeq2SeqLM, args, loss_of)
-    for batch in batches:
-        split = {name: tensor.split(args.batch_size) for name, tensor in batch.items()}
-        parts = [dict(zip(split, some, strict=True)) for some in zip(*split.values(), strict=True)]
-        targets = [(part["labels"] != -100).sum() for part in parts]
-        step(part | {"share": count / sum(targets)} for part, count in zip(parts, targets, strict=True))
-        yield len(batch["labels"])
-
-
-def plain_step(model_class, args, loss_of, **options):
-    """A function that makes a step of some micro-batches."""
-    model = model_class.from_pretrained(args.model, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True, **options)
-
-    def step(micro_batches) -> None:
+    tokens = args.global_batch_size * args.seq_length
+    for micro_batches, _ in lm_loader(args, tokenizer, 0, 1, None, source):
         optimizer.zero_grad()
         for batch in micro_batches:
             # As FSDP computes: with parameters in the lower precision, whose gradients add up in fp32.
             weights = {name: parameter.to(dtype_of(args)) for name, parameter in model.named_parameters()}
-            loss_of(model, weights, batch).backward()
+            logits = functional_call(model, weights, kwargs={"input_ids": batch["input_ids"]}).logits
+            loss_sum = F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+            (loss_sum / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-
-    return step
+        yield tokens
 
 
 def lm_document(args, world, tokenizer):
@@ -235,7 +205,7 @@ def dtype_of(args) -> torch.dtype:
 
 LOOPS = {
     "lm_multinode.py": {"script": lm_script, "plain": lm_plain, "document": lm_document},
-    "t5_fsdp.py": {"script": t5_script, "plain": t5_plain, "document": t5_document},
+    "t5_fsdp.py": {"script": t5_script, "document": t5_document},
 }
 UNITS = {"lm_multinode.py": "tokens/s", "t5_fsdp.py": "articles/s"}
 
@@ -243,14 +213,12 @@ UNITS = {"lm_multinode.py": "tokens/s", "t5_fsdp.py": "articles/s"}
 # ---- Turns -----------------------------------------------------------------------------------------------------------
 def flags_of(options, more: list) -> list:
     """Of the script; `more` are the user's."""
-    flags = ["--model", options.folder, "--device", options.device]
+    flags = ["--model", options.folder, "--device", "cpu"]
     if options.script == "lm_multinode.py":
         flags += ["--dataset", f"{options.folder}/c4-*.json", "--num-validation-texts", 20, "--seq-length", 1024]
         flags += ["--micro-batch-size", 8, "--global-batch-size", 32]
     else:
         flags += ["--dataset", options.folder / "articles.csv", "--num-train-samples", 0, "--batch-size", 4]
-        if options.loop == "plain":  # one process makes the steps of all
-            flags += ["--accumulation-steps", options.processes]
     return [*flags, *more]
 
 
@@ -299,8 +267,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3, help="of each loop")
     parser.add_argument("--steps", type=int, default=3, help="in a turn, after one to warm up")
-    parser.add_argument("--shape", choices=SHAPES, default="t5-small", help="of T5")
-    parser.add_argument("--device", default="cpu", help="T5 also takes cuda")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # for the processes
     parser.add_argument("--loop", help=argparse.SUPPRESS)
     options, more = parser.parse_known_args()
@@ -314,7 +280,7 @@ def main() -> None:
         if options.script == "lm_multinode.py":
             write_c4_like(options.folder, count=4000)
         else:
-            write_articles(options.folder, 40 * options.processes * (options.steps + 2) + 100, options.shape)
+            write_articles(options.folder, 40 * options.processes * (options.steps + 2) + 100, "t5-small")
         take_turns(options)
 
 

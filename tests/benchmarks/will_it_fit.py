@@ -16,18 +16,12 @@ or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precisio
 and `--compile` is not traced.
 
 Attention is PyTorch's flash or memory-efficient kernel for GPUs, and dropout keeps the mask of one byte that GPUs keep;
-with `--attention cpu` both are those of CPUs. With `--cpu-offload`, what is in the CPU's memory is left out. Not
-counted: validation, DiLoCo's outer step, the CUDA context and NCCL's buffers, the allocator's rounding and
-fragmentation. On a GPU the LM's peak was within 2% of the predicted one. T5's was not yet measured with transformers
-5.20, the first version that lets T5 use the fused kernels.
+with `--attention cpu` both are those of CPUs. With `--cpu-offload`, what is in the CPU's memory is left out.
 
-The time of a step is that of its kernels on `--gpu`, see step_time.py.
-
-What is sent is counted from the collectives of the step, DiLoCo's by the share of a step, with ring algorithms: a
-process sends (n-1)/n of what n processes gather or reduce-scatter, twice that of an all-reduce, to the next one of the
-ring; a ring leaves each node once. GiB between nodes is the mean of a node's processes. In --sweep sharding-strategy a
-step takes at least the longest of computing, sending inside a node and sending between nodes, if all overlaps, and at
-most their sum, if nothing does. Links are as fast as their data sheets say.
+What is sent is counted from the collectives of the step, with ring algorithms: a process sends (n-1)/n of what n
+processes gather or reduce-scatter, twice that of an all-reduce, to the next one of the ring; a ring leaves each node
+once. GiB between nodes is the mean of a node's processes. docs/will-it-fit.md says what is not counted, and how far to
+trust the answers; step_time.py has the time of a step.
 """
 
 import argparse
@@ -37,10 +31,8 @@ import importlib.util
 import io
 import itertools
 import math
-import os
 import sys
 import time
-import traceback
 from pathlib import Path
 from unittest import mock
 
@@ -48,7 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -89,12 +81,12 @@ def load_script(path: str):
     return script
 
 
-def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedConfig:
+def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
     """Of `--model`, without weights."""
     if args.model == "builtin":  # T5's, with as many words as its tokenizer learns
         with contextlib.redirect_stdout(io.StringIO()):
             articles, _ = script.common.load_articles(args.model, "text", "headline", args.max_summary_share)
-        return script.load_config_and_tokenizer(args, world, articles)[0]
+        return script.load_config_and_tokenizer(args, articles)[0]
 
     name = args.model.removeprefix("google-t5/")
     if name in T5:
@@ -110,13 +102,7 @@ def config_of(script, args, world, vocabulary: int) -> transformers.PreTrainedCo
         config.max_position_embeddings = args.seq_length
         config._attn_implementation = attention
         return config
-    try:
-        config = transformers.AutoConfig.from_pretrained(args.model, attn_implementation=attention)
-    except (OSError, ValueError) as error:
-        fail(f"--model {args.model} cannot be read: {' '.join(str(error).split())}")
-    if config.is_encoder_decoder and config.decoder_start_token_id is None:
-        fail(f"--model {args.model} has no decoder_start_token_id in its config.json; T5's is its pad_token_id, 0")
-    return config
+    return transformers.AutoConfig.from_pretrained(args.model, attn_implementation=attention)
 
 
 def gpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
@@ -196,26 +182,16 @@ class Run:
             setattr(self.script, name, unset_fake_temporarily()(getattr(self.script, name)))
         self.script.load_model = lambda *_: None
         self.script.common.load_weights = lambda model, *_: model.to_empty(device="cpu")
-        with mock.patch.object(self.script.common, "first_on_node", contextlib.nullcontext):
-            self.config = config_of(self.script, self.args, self.world, options.vocabulary)
-            self.make_model()
-        self.step()  # the first one allocates what the others use again
-
-    def make_model(self) -> None:
-        """With its optimizer, and with DiLoCo's."""
+        self.config = config_of(self.script, self.args, options.vocabulary)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # make_meta_model makes others
-        self.outer = None
-        self.outer_state = []
         with self.fake:
-            self.model, self.optimizer = self.script.build(self.args, self.world, self.config)[:2]
+            self.model, self.optimizer = self.script.build(self.args, self.world, self.config)
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()  # makes its state
             self.optimizer.zero_grad()
-            if self.is_lm and self.args.sharding_strategy == "DILOCO":
-                self.outer = self.script.OuterOptimizer(self.args, self.world, self.model)
-                self.outer_state = [self.outer.synced, self.outer.momentum]
+        self.step()  # the first one allocates what the others use again
 
     def print_what_is_left_out(self) -> None:
         """Of a language model validation takes less than a step: its batches are as large, without gradients."""
@@ -228,8 +204,8 @@ class Run:
         if self.args.cpu_offload:
             print("not counted: the time of --cpu-offload, of its copies and of the optimizer on the CPU")
 
-    def arguments(self) -> tuple:
-        """What train_step gets besides model and optimizer: the longest batch that the flags allow."""
+    def longest_batch(self):
+        """What train_step gets: as long as the flags allow."""
         args = self.args
         if self.is_lm:
             smallest = args.micro_batch_size * self.size
@@ -237,19 +213,20 @@ class Run:
             if args.global_batch_size % smallest != 0:
                 fail(f"--global-batch-size must be a multiple of {smallest}")
             self.sample, self.lengths = "sequence", f"of {args.seq_length} tokens"
-            self.describe(args.global_batch_size // smallest, args.micro_batch_size, args.seq_length)
-            tokens = torch.ones(args.micro_batch_size, args.seq_length, dtype=torch.long)
-            batch = {"input_ids": tokens, "labels": tokens.clone(), "positions": tokens.cumsum(1) - 1}  # of a recipe
-            return (itertools.repeat((batch, None)),)
+            count = args.global_batch_size // smallest
+            self.describe(count, args.micro_batch_size, args.seq_length)
+            tokens = torch.ones(count, args.micro_batch_size, args.seq_length, dtype=torch.long)
+            positions = tokens.cumsum(2) - 1  # of a recipe
+            parts = zip(tokens, tokens.clone(), positions, strict=True)
+            return [{"input_ids": ids, "labels": labels, "positions": part} for ids, labels, part in parts]
 
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
         self.sample, self.lengths = "article", f"of {source} tokens and summaries of {target}"
         self.describe(args.accumulation_steps, args.batch_size, source + target)
         samples = args.batch_size * args.accumulation_steps
         words = torch.ones(samples, source, dtype=torch.long)
-        batch = {"input_ids": words, "attention_mask": words.clone()}
-        batch["labels"] = torch.ones(samples, target, dtype=torch.long)
-        return torch.amp.GradScaler("cpu", enabled=False), batch
+        labels = torch.ones(samples, target, dtype=torch.long)
+        return {"input_ids": words, "attention_mask": words.clone(), "labels": labels}
 
     def describe(self, micro_batches: int, batch_size: int, sample_tokens: int) -> None:
         """What a step is made of, for the answers."""
@@ -274,8 +251,8 @@ class Run:
 
         with contextlib.ExitStack() as ends:
             ends.enter_context(self.fake)
-            arguments = self.arguments()
-            tracker = Tracker(self.model, self.optimizer, at, self.outer_state, self.args.cpu_offload)
+            batch = self.longest_batch()
+            tracker = Tracker(self.model, self.optimizer, at, self.args.cpu_offload)
             ends.enter_context(mock.patch.object(torch.Tensor, "backward", in_backward))
             if self.options.attention == "gpu":
                 ends.enter_context(mock.patch.object(F, "scaled_dot_product_attention", gpu_attention))
@@ -284,7 +261,7 @@ class Run:
             ends.enter_context(tracker)
             for mode in modes:
                 ends.enter_context(mode)
-            self.script.train_step(self.args, self.world, self.model, self.optimizer, *arguments)
+            self.script.train_step(self.args, self.world, self.model, self.optimizer, batch)
         return tracker
 
     def peak(self) -> int:
@@ -305,14 +282,7 @@ class Run:
         kernels = Kernels(gpu)
         tracker = self.step(modes=(sending, kernels))
         found = {"inside": sending.inside, "between": sending.between, "kernels": kernels, "flops": kernels.flops}
-        found["peak"] = max(tracker.totals)
-        if self.outer:
-            synchronizing = Sending(self.world.local_size)
-            with self.fake, synchronizing:
-                self.outer.step()
-            found["inside"] += synchronizing.inside / self.args.local_steps
-            found["between"] += synchronizing.between / self.args.local_steps
-        return found
+        return found | {"peak": max(tracker.totals)}
 
     def set_batch(self, size: int) -> None:
         """So many samples at once, in a step of one micro-batch."""
@@ -349,14 +319,6 @@ def traced(path: str, flags, options):
     """A `Run`, whose group is gone when the block ends."""
     try:
         yield Run(path, list(map(str, flags)), options)
-    except DataDependentOutputException as error:
-        not_here = (f"torch{os.sep}", "memory_tracker.py")
-        frames = traceback.extract_tb(error.__traceback__)
-        line = [frame for frame in frames if not any(part in frame.filename for part in not_here)][-1]
-        fail(
-            f"{line.filename}, line {line.lineno} reads a number from a tensor, which has none here, and on a GPU"
-            f" waits for it: {line.line}"
-        )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -402,7 +364,7 @@ def compare(options, flags: list[str]) -> None:
         print_table(mark_the_fastest(found))
 
     print(f"\ncounted: a step of {run.batch}")
-    print("<-: of what fits, the smallest bound of the time, without DILOCO, which trains differently")
+    print("<-: of what fits, the least upper bound of the time")
     run.print_what_is_left_out()
     if kernels.host_may_be_the_limit:
         print(f"computing: the host must start {kernels.count:,} kernels in that time; it may be the limit")
@@ -431,8 +393,8 @@ def bounds(run: Run, cost: dict, gpu: Gpu, gbits: float | None) -> dict:
 
 
 def mark_the_fastest(rows: list[dict]) -> list[dict]:
-    """Of those that fit, by the most that a step takes. DILOCO trains otherwise, and is not marked."""
-    candidates = [row for row in rows if row.pop("fits") and row["strategy"] != "DILOCO"]
+    """Of those that fit, by the most that a step takes."""
+    candidates = [row for row in rows if row.pop("fits")]
     if candidates:
         fastest = min(candidates, key=lambda row: row["most, s"])
         fastest["what takes the time"] += " <-"
@@ -540,4 +502,4 @@ if __name__ == "__main__":
         # By name: the class is of the common.py beside the script, which may be a user's copy.
         if not isinstance(error, OSError) and type(error).__name__ != "UserError":
             raise
-        fail(str(error))
+        fail(" ".join(str(error).split()))
