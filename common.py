@@ -459,7 +459,7 @@ def load_checkpoint(path: Path, args, must_match: list[str], model, optimizer) -
     """
     progress = json.loads((path / "progress.json").read_text())
     for name in must_match:
-        before = progress["settings"][name]
+        before = progress["settings"].get(name)
         if before != getattr(args, name):
             flag = "--" + name.replace("_", "-")
             raise UserError(

@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -223,7 +224,6 @@ def lm_loader(args, tokenizer, rank, size, positions, source, script=lm_multinod
 
 # What a user may edit in a copy, before and after.
 LM_WIDER = ("intermediate_size=352,", "intermediate_size=35200,")
-LM_READS_THE_LOSS = ("loss_sum += loss.detach()", "loss_sum += loss.item()")
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
 PEAK_TFLOPS = lm_multinode.PEAK_TFLOPS
@@ -261,11 +261,16 @@ def lm_trainer(args, world, config, steps):
 
 
 def t5_batches(args, world):
-    """The config, and batches of this rank, in the order of the dataset."""
+    """The config, and this rank's batches of an epoch, grouped by length as in the script."""
     config, tokenizer, articles, _ = t5_fsdp.load_data(args)
+    samples_per_step = args.batch_size * args.accumulation_steps
+    lengths = [len(ids) for ids in articles["input_ids"]]
+    options = {"num_replicas": world.size, "rank": world.rank, "drop_last": True, "lengths": lengths}
+    sampler = t5_fsdp.DistributedLengthGroupedSampler(samples_per_step * world.size, **options)
+    batches = list(t5_fsdp.BatchSampler(sampler, samples_per_step, drop_last=True))
+    random.Random(0).shuffle(batches)
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    samples = torch.arange(world.rank, len(articles), world.size).split(args.batch_size * args.accumulation_steps)
-    return config, t5_fsdp.batches_on_device(articles, [part.tolist() for part in samples[:-1]], collate, world)
+    return config, t5_fsdp.batches_on_device(articles, batches, collate, world)
 
 
 def t5_trainer(args, world, config, batches):

@@ -17,17 +17,18 @@ ROOT = Path(__file__).parent.parent
 def reanchor(path):
     """Whether the diff still applies."""
     diff = path.read_text()
-    [name] = re.findall(r"^\+\+\+ b/(.+)", diff, re.M)
     with tempfile.TemporaryDirectory() as folder:
         for side in ("a", "b"):
             Path(folder, side).mkdir()
-            shutil.copy(ROOT / name, Path(folder, side))
-        patch = ["patch", "--silent", "--fuzz=0", "--no-backup-if-mismatch", f"b/{name}"]
+            for name in re.findall(r"^\+\+\+ b/(.+)", diff, re.M):
+                shutil.copy(ROOT / name, Path(folder, side))
+        patch = ["patch", "--silent", "--fuzz=0", "--no-backup-if-mismatch", "-p1", "-d", "b"]
         if subprocess.run(patch, input=diff, text=True, cwd=folder).returncode != 0:
             return False
         compare = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "--no-prefix", "-U1", "a", "b"]
         fresh = subprocess.run(compare, capture_output=True, text=True, cwd=folder).stdout
-    path.write_text(fresh[fresh.index("--- ") :])
+    fresh = re.sub(r"^(diff|index) .*\n", "", fresh, flags=re.M)
+    path.write_text(fresh)
     return True
 
 

@@ -222,7 +222,7 @@ def test_sweeps_offload_and_the_largest_batch():
             run.set_batch(size)
             assert (run.peak() <= 0.9 * 2**30) == (size == largest)  # a tenth is to spare
     mistakes = {
-        "lm_multinode.py --model absent": "absent",
+        "lm_multinode.py --model absent": "huggingface.co",
         "t5_fsdp.py --fsdp-version 1": "FSDP1",
         "t5.py": "t5.py",
         "mnist_fsdp.py": "t5_fsdp.py",
