@@ -256,7 +256,7 @@ def first_on_node(world, make):
 class StopRequest:
     """A cluster's SIGTERM, or Ctrl-C. The training loop asks on_any_rank(), saves, and ends."""
 
-    received = torch.tensor(0)  # of the class: `fail` asks, too
+    received = False  # of the class: `fail` asks, too
 
     def __init__(self):
         self.sum = torch.tensor(0)
@@ -265,17 +265,17 @@ class StopRequest:
         signal.signal(signal.SIGINT, self.receive)
 
     def receive(self, number, _frame):
-        StopRequest.received.fill_(1)
+        StopRequest.received = True
         if number == signal.SIGINT and dist.get_world_size() == 1:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one ends the run
 
     def on_any_rank(self) -> bool:
-        """Whether any rank had received one at the last call. A collective, on the CPU. Nobody
-        waits for it: the sum over ranks is on its way while a step is made."""
+        """Whether any rank had received one at the last call. A collective, on the CPU. No step
+        waits for it: the sum over all ranks is made during the next one."""
         if self.sent:
             self.sent.wait()
         on_any_rank = self.sum.item() > 0
-        self.sum = StopRequest.received.clone()
+        self.sum = torch.tensor(int(self.received))
         self.sent = dist.all_reduce(self.sum, async_op=True)
         return on_any_rank
 
