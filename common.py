@@ -150,11 +150,12 @@ def fail(message: str, code: int):
     if os.environ.get("RANK", "0") != "0":
         # When one rank fails, those that wait for it fail too. Mostly rank 0 knows the cause and
         # prints it. torchrun then ends the others while they wait here: one error is printed.
-        if StopRequest.received:
-            os._exit(code)  # torchrun has asked already
+        if StopRequest.received:  # a SIGTERM came before: most likely torchrun's
+            os._exit(code)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(10)
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it, after `2>&1 | head` for example
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     os._exit(code)  # an orderly exit can hang: another rank may wait in a collective
 
 
@@ -229,8 +230,9 @@ def setup(device_type: str) -> World:
     store = dist.HashStore()  # without torchrun: one process
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one, two ports further. Why two: Linux gives
-        # torchrun an odd port, and the even ones, such as the next, to outgoing connections.
+        # (pytorch#135712), so rank 0 serves a new one, two ports further. Why two: on Linux
+        # torchrun's port is odd. The next one is even, and may be in use, because even ports go to
+        # outgoing connections.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
         store = None
@@ -239,18 +241,20 @@ def setup(device_type: str) -> World:
 
 
 def first_on_node(world, make):
-    """What `make()` returns in the first process of a node, for all processes of that node: one of
-    them downloads, tokenizes and asks the Hub. Rank 0 goes first, as nodes may share a cache. A
-    collective."""
-    if world.size == 1:
-        return make()
+    """Run `make()` in the first process of each node, and give what it returns to the others there:
+    so one process downloads, tokenizes and asks the Hub. Rank 0 goes before the other nodes, which
+    may share its cache. A collective."""
     made = make() if world.rank == 0 else None
     dist.barrier()
-    if world.local_rank == 0 and world.rank != 0:
-        made = make()
-    made_by_rank = [None] * world.size
-    dist.all_gather_object(made_by_rank, made)
-    return made_by_rank[world.rank - world.local_rank]
+    if world.local_rank == 0:
+        if world.rank != 0:
+            made = make()
+        for other in range(world.rank + 1, world.rank + world.local_size):
+            dist.send_object_list([made], dst=other)
+        return made
+    received = [None]
+    dist.recv_object_list(received, src=world.rank - world.local_rank)
+    return received[0]
 
 
 class StopRequest:
@@ -267,11 +271,12 @@ class StopRequest:
     def receive(self, number, _frame):
         StopRequest.received = True
         if number == signal.SIGINT and dist.get_world_size() == 1:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one ends the run
+            # A second Ctrl-C ends the run. (Of several processes torchrun is the one that waits.)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def on_any_rank(self) -> bool:
-        """Whether any rank had received one at the last call. A collective, on the CPU. No step
-        waits for it: the sum over all ranks is made during the next one."""
+        """Whether any rank had received one when this was called a step before: one step late, so
+        that no step waits for the sum over all ranks. A collective, on the CPU."""
         if self.sent:
             self.sent.wait()
         on_any_rank = self.sum.item() > 0
@@ -363,7 +368,6 @@ FORMATS = {
     "grad_norm": ".3f",
     "tokens/s": "6,.0f",
     "samples/s": "6,.0f",
-    "state_gib": ".3f",
     "peak_gib": ".2f",
     "mfu": ".2f",
     "strategy": "19",

@@ -368,7 +368,7 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
     sides = []
     for is_held_out in (False, True):
         options = {"column": column, "held_out": is_held_out}
-        # In batches of 100: datasets joins the numbers of a batch's rows to a text.
+        # Small batches: for each one datasets makes a string of all its rows' numbers.
         side = rows.map(
             choose_texts,
             batched=True,
@@ -378,7 +378,10 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
         )
         sides.append(side)
     source, held_out = sides
-    return source, [row["text"] for row in held_out.take(args.num_validation_texts)]
+    texts = [row["text"] for row in held_out.take(args.num_validation_texts)]
+    if not texts:
+        raise common.UserError(f"--dataset {name} has too few texts in {column} to hold some out")
+    return source, texts
 
 
 def pack(rows: dict, indices: list[int], args, tokenizer, seed: list[int]) -> dict:
@@ -395,7 +398,7 @@ def pack(rows: dict, indices: list[int], args, tokenizer, seed: list[int]) -> di
     num_sequences = (len(tokens) - 1) // length
     if num_sequences == 0:
         raise common.UserError(
-            f"{len(texts)} texts do not fill one sequence; use more texts or a lower --seq-length"
+            f"{len(texts)} texts do not fill one sequence; use longer ones or a lower --seq-length"
         )
     end = num_sequences * length
     return {
@@ -674,7 +677,7 @@ def main(args, world):
     # As one block, number 0: in the same order in every run
     validation_set = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
     count = len(validation_set["labels"])
-    log.print(f"data     {args.dataset}, {source.num_shards} files, {count} sequences to validate")
+    log.print(f"data     {args.dataset}, {source.num_shards} parts, {count} sequences to validate")
 
     # Model
     replicas, shards = mesh_shape(args, world)
@@ -712,12 +715,13 @@ def main(args, world):
     numbers = range(step + 1, args.max_steps + 1)
     steps = steps_on_device(args, world, source, tokenizer, positions)
     for step in log.bar(numbers, "train", len(numbers)):
-        # A resumed run draws the same dropout; each rank draws its own.
-        torch.manual_seed(hash((args.seed, step, world.rank)))
         lr = learning_rate(args, step, args.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         micro_batches, positions = next(steps)
+        # A resumed run draws the same dropout; each rank draws its own. Not before next(steps): the
+        # first one draws a number, too.
+        torch.manual_seed(hash((args.seed, step, world.rank)))
         step_loss, grad_norm = train_step(args, world, model, optimizer, micro_batches)
         loss_sum += step_loss
 

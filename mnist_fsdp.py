@@ -14,8 +14,8 @@ side by side.
 Follows the notebook fsdp_tutorial.ipynb of https://github.com/AllenInstitute/distributed-vae: its
 shallow network has 1,199,882 parameters, its deep one 94,104,234, most of them in one layer. Where
 it departs: a third network has equal layers, each test image counts once (the notebook leaves some
-out), both halves shuffle, memory is the peak of training (not read once, before backward), and
-FSDP2 is the default: FSDP1 is deprecated.
+out), both halves shuffle, a batch is that of all processes, memory is the peak of training (not
+read once, before backward), and FSDP2 is the default: FSDP1 is deprecated.
 """
 
 import functools
@@ -193,8 +193,8 @@ def load_digits(args, world) -> tuple[Dataset, Dataset]:
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's part of batches of `batch_size` images: the ranks take turns through the order
-    that one process would follow."""
+    """This rank's part of batches of `batch_size` images, rounded up where ranks do not divide it.
+    The ranks take turns through the order that one process would follow."""
     batch_size_of_rank = math.ceil(batch_size / world.size)
     sampler = DistributedSampler(
         dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
@@ -259,7 +259,7 @@ def parse_args():
         type=at_least_1,
         help="passes over the images; layers and deep make one over builtin",
     )
-    add("--batch-size", default=128, type=at_least_1, help="images in a step of all processes")
+    add("--batch-size", default=128, type=at_least_1, help="images in a step, of all processes")
     add("--test-batch-size", default=1000, type=at_least_1, help="the same in the test")
     add("--lr", default=0.001, type=number, help="learning rate of Adam")
 
@@ -311,7 +311,7 @@ def main(args, world):
         train_loader = make_loader(images, args.batch_size, args, world, train=True)
         test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
 
-        torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same
+        torch.manual_seed(args.seed)  # on every rank, so that their shards are of the same weights
         model = NETWORKS[network]()
         if args.mode == "local":
             model.to(world.device)
@@ -388,6 +388,8 @@ def compare_both_halves(args):
 
 def explain(local: dict, sharded: dict) -> str:
     """What FSDP changes in the memory of a process."""
+    if sharded["processes"] == 1:
+        return f"{local['network']}: one process has nothing to share; try --device cpu"
     ratio = sharded["peak_gib"] / local["peak_gib"]
     return (
         f"{local['network']}: each of {sharded['processes']} processes holds"

@@ -18,8 +18,9 @@ Follows
 https://intel.github.io/intel-extension-for-pytorch/xpu/2.1.10+xpu/tutorials/features/FSDP.html.
 That extension (`ipex`), its collectives (`oneccl_bindings_for_pytorch`) and their backend `ccl` end
 at PyTorch 2.8; its own `xpu` and `xccl` have taken their place. Where it departs: the wrap policy
-is passed (the document forgets it), every process is seeded, one downloads, torchrun takes the
-place of `mp.spawn`, and FSDP2 is the default. It has not run on an Intel GPU, only as rehearsal.
+is passed (the document forgets it), every process is seeded, one downloads, a batch is that of all
+processes, torchrun takes the place of `mp.spawn`, and FSDP2 is the default. It has not run on an
+Intel GPU, only as rehearsal.
 """
 
 import functools
@@ -176,8 +177,8 @@ def load_digits(args, world) -> tuple[Dataset, Dataset]:
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's part of batches of `batch_size` images: the ranks take turns through the order
-    that one process would follow."""
+    """This rank's part of batches of `batch_size` images, rounded up where ranks do not divide it.
+    The ranks take turns through the order that one process would follow."""
     batch_size_of_rank = math.ceil(batch_size / world.size)
     sampler = DistributedSampler(
         dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
@@ -231,7 +232,7 @@ def parse_args():
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=at_least_1, help="passes over the images")
-    add("--batch-size", default=64, type=at_least_1, help="images in a step of all processes")
+    add("--batch-size", default=64, type=at_least_1, help="images in a step, of all processes")
     add("--test-batch-size", default=1000, type=at_least_1, help="the same in the test")
     add("--lr", default=1.0, type=number, help="learning rate of Adadelta")
     add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")

@@ -472,8 +472,7 @@ MUST_MATCH = (
 
 
 def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
-    """--gamma lowers it after each epoch; the first is 0. For a schedule of your own: `step` counts
-    from 1 to `num_steps`."""
+    """--gamma lowers it after each epoch. `epoch` counts from 0, `step` from 1 to `num_steps`."""
     return args.lr * args.gamma**epoch
 
 
@@ -557,7 +556,7 @@ def main(args, world):
         num_replicas=world.size,
         rank=world.rank,
         seed=args.seed,
-        drop_last=True,  # other articles in each epoch
+        drop_last=True,  # the articles that do not fill a step: others in each epoch
         lengths=[len(ids) for ids in train_set["input_ids"]],
     )
     batch_sampler = BatchSampler(sampler, samples_per_step, drop_last=True)
@@ -603,7 +602,7 @@ def main(args, world):
         epoch = step // steps_per_epoch
         sampler.set_epoch(epoch)
         batches = list(batch_sampler)
-        random.Random(epoch).shuffle(batches)  # the sampler's go from long to short
+        random.Random(epoch).shuffle(batches)  # the sampler sorts them by length
         batches = batches[step % steps_per_epoch :][: num_steps - step]
         last_step = step + len(batches)  # of this epoch
 
@@ -656,7 +655,7 @@ def main(args, world):
         if stop_now or args.checkpoint_every > 0:
             progress = {"step": step, "global_batch": global_batch, "best_loss": best_loss}
             common.save_checkpoint(args.output_dir, progress, args, model, optimizer, world)
-        if stop_now:
+        if stop_now and step < num_steps:
             log.print(f"stopped  at step {step}, all is saved: go on with --resume")
             return
 
