@@ -265,10 +265,13 @@ class StopRequest:
     def __init__(self):
         self.sum = torch.tensor(0)
         self.sent = None
-        signal.signal(signal.SIGTERM, self.receive)
-        signal.signal(signal.SIGINT, self.receive)
+        signal.signal(signal.SIGTERM, StopRequest.receive)
+        signal.signal(signal.SIGINT, StopRequest.receive)
 
-    def receive(self, number, _frame):
+    # Static, so that no handler holds an object: a worker replaces the handlers, and would crash
+    # when it freed `sent` with them.
+    @staticmethod
+    def receive(number, _frame):
         StopRequest.received = True
         if number == signal.SIGINT and dist.get_world_size() == 1:
             # A second Ctrl-C ends the run. (Of several processes torchrun is the one that waits.)
