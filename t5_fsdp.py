@@ -587,7 +587,8 @@ def main(args, world):
         if progress["global_batch"] != global_batch:
             raise common.UserError(
                 f"a step of {checkpoint} has {progress['global_batch']} articles, not"
-                f" {global_batch}: change --batch-size or --accumulation-steps"
+                f" {global_batch}: --batch-size x --accumulation-steps x {world.size} processes"
+                f" must be {progress['global_batch']}"
             )
         step = progress["step"]
         best_loss = progress["best_loss"]
