@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+import sys
 from argparse import Namespace
 
 import torch
 from torch._subclasses import FakeTensorMode
 
+import matplotlib.pyplot as plt
 import pytest
 import will_it_fit
 from conftest import ROOT, run_many
@@ -236,6 +238,29 @@ def test_sweeps_offload_and_the_largest_batch():
         finished = run_many(TOOL, [command.split()], check=False)
         assert finished.returncode == 2 and "Traceback" not in finished.stderr, command
         assert word in finished.stderr.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_a_drawing_has_the_bytes_of_the_table(tmp_path, monkeypatch, capsys):
+    """Stacked, and after each operation: the highest point is the sum, and the end has the state alone."""
+    flags = "lm_multinode.py --num-processes 4 --precision fp32 --global-batch-size 16 --device-gb 2".split()
+    strategies = ("NO_SHARD", "FULL_SHARD")
+    sweep = ["--sweep", f"sharding-strategy={','.join(strategies)}", "--plot", str(tmp_path / "memory.png")]
+    monkeypatch.setattr(sys, "argv", ["will_it_fit.py", *flags, *sweep])
+    will_it_fit.main()
+    rows = re.findall(r"^\| (?:NO|FULL)_SHARD \| (.+)", capsys.readouterr().out, re.M)
+
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    panels = plt.gcf().axes
+    assert [panel.get_title() for panel in panels] == [*strategies]
+    for panel, row in zip(panels, rows, strict=True):
+        parameters, moments, *_, total = map(float, row.split(" | ")[:6])
+        heights = [area.get_paths()[0].vertices[:, 1].max() for area in panel.collections]
+        assert heights[:2] == pytest.approx([parameters, parameters + moments], rel=1e-3)
+        assert heights[-1] == pytest.approx(total, rel=1e-3)
+        assert [label.get_text() for label in panel.get_xticklabels()] == ["forward", "backward", "optimizer"]
+        assert panel.lines[0].get_ydata()[0] == 2
+    assert heights[0] == pytest.approx(panels[0].collections[0].get_paths()[0].vertices[:, 1].max() / 4, rel=0.01)
 
 
 @pytest.mark.long

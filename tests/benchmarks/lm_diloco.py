@@ -1,11 +1,12 @@
 """What the recipe lm-diloco loses in perplexity for the same tokens, and gains in time on a slow network.
 
-    python tests/benchmarks/lm_diloco.py [--steps 300] [--link 100mbit]
+    python tests/benchmarks/lm_diloco.py [--steps 300] [--link 100mbit] [--plot diloco.svg]
 
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), joined by a slow cable. The tiny Llama
 of lm_multinode.py, in a copy with the recipe, learns the built-in texts under NO_SHARD, _HYBRID_SHARD_ZERO2 and
 DILOCO, with the same tokens in a step and the same steps; DILOCO with the paper's outer optimizer, and with one that
 only averages. The table has the validation perplexity at the end, and how long the run took from its first step.
+--plot draws the perplexity over the tokens and over the seconds (needs matplotlib).
 """
 
 import argparse
@@ -24,6 +25,7 @@ from two_nodes import two_nodes
 TWO = ("--sharding-strategy", "DILOCO", "--shards-per-replica", 2)
 FOUR = ("--sharding-strategy", "DILOCO", "--shards-per-replica", 1)
 AVERAGING = (*TWO, "--outer-lr", 1, "--outer-momentum", 0)  # all go on from the mean of their weights
+STEP_TOKENS = 2048
 RUNS = {
     "NO_SHARD": ("--sharding-strategy", "NO_SHARD"),
     "_HYBRID_SHARD_ZERO2": ("--sharding-strategy", "_HYBRID_SHARD_ZERO2", "--shards-per-replica", 2),
@@ -34,8 +36,9 @@ RUNS = {
 }
 
 
-def rows(nodes, folder: Path, options):
-    flags = ["--max-steps", options.steps, "--validate-every", 100, "--log-every", 100, "--precision", "fp32"]
+def rows(nodes, folder: Path, options, curves: dict[str, list[dict]]):
+    """Yield a row for each run; `curves` gets its validations."""
+    flags = ["--max-steps", options.steps, "--validate-every", 50, "--log-every", 100, "--precision", "fp32"]
     flags += ["--device", "cpu", "--no-save-model"]
     script = patched(folder / "copy", "lm-diloco") / "lm_multinode.py"
     for number, (name, more) in enumerate(RUNS.items()):
@@ -43,17 +46,36 @@ def rows(nodes, folder: Path, options):
         finished = nodes.torchrun(script, *flags, *more, "--output-dir", output, timeout=3600)
         if any(one.returncode for one in finished):
             sys.exit("".join(one.stderr for one in finished))
-        first, *_, last = [row for row in read_metrics(output) if "perplexity" in row]
+        curves[name] = [row for row in read_metrics(output) if "perplexity" in row]
+        first, last = curves[name][0], curves[name][-1]
         yield {"run": name, "perplexity": last["perplexity"], "seconds": last["seconds"] - first["seconds"]}
+
+
+def draw(curves: dict[str, list[dict]], file: str) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, (over_tokens, over_seconds) = plt.subplots(1, 2, sharey=True, figsize=(10, 4.5), layout="constrained")
+    for name, found in curves.items():
+        perplexity = [row["perplexity"] for row in found]
+        over_tokens.plot([row["step"] * STEP_TOKENS for row in found], perplexity)
+        over_seconds.plot([row["seconds"] - found[0]["seconds"] for row in found], perplexity, label=name)
+    over_tokens.set(xlabel="tokens", ylabel="validation perplexity", yscale="log")
+    over_seconds.set(xlabel="seconds")
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(file)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--plot", help="a file to draw into")
     parser.add_argument("--link", default="100mbit", help="as tc takes it, in both directions")
     options = parser.parse_args()
-    versions = f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.system()}, {date.today()}"
-    print(f"2 nodes of 2 processes, {options.link} between them, {options.steps} steps of 2,048 tokens, {versions}\n")
+    print(f"2 nodes of 2 processes, {options.link} between them, {options.steps} steps of {STEP_TOKENS:,} tokens")
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.system()}, {date.today()}\n")
     with tempfile.TemporaryDirectory() as scratch, two_nodes() as nodes:
         nodes.limit(options.link)
-        print_table(rows(nodes, Path(scratch), options))
+        curves = {}
+        print_table(rows(nodes, Path(scratch), options, curves))
+    if options.plot:
+        draw(curves, options.plot)

@@ -7,6 +7,8 @@ computes, before a GPU is rented.
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --device-gb 24
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 16 \\
         --sweep sharding-strategy --gpu A100-80 --network-gbits 100 400
+    python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-base --num-processes 4 --plot memory.png \\
+        --sweep sharding-strategy=FULL_SHARD,SHARD_GRAD_OP --device-gb 16
     python tests/benchmarks/will_it_fit.py --table              # that of docs/will-it-fit.md, in a quarter of an hour
 
 The flags are those of the run. The script's own parse_args, build and train_step make a step on tensors without
@@ -244,10 +246,9 @@ class Run:
         def in_backward(tensor, *arguments, **options):
             tracker.phase = "backward"
             backward(tensor, *arguments, **options)
-            tracker.phase = "forward"
 
-        def in_optimizer(*_):
-            tracker.phase = "optimizer"
+        def in_phase(name):
+            return lambda *_: setattr(tracker, "phase", name)
 
         with contextlib.ExitStack() as ends:
             ends.enter_context(self.fake)
@@ -257,7 +258,8 @@ class Run:
             if self.options.attention == "gpu":
                 ends.enter_context(mock.patch.object(F, "scaled_dot_product_attention", gpu_attention))
                 ends.enter_context(mock.patch.object(F, "dropout", gpu_dropout))
-            ends.callback(self.optimizer.register_step_pre_hook(in_optimizer).remove)
+            ends.callback(self.model.register_forward_pre_hook(in_phase("forward"), prepend=True).remove)
+            ends.callback(self.optimizer.register_step_pre_hook(in_phase("optimizer")).remove)
             ends.enter_context(tracker)
             for mode in modes:
                 ends.enter_context(mode)
@@ -267,6 +269,10 @@ class Run:
     def peak(self) -> int:
         """Bytes."""
         return max(self.step().totals)
+
+    def over_a_step(self) -> Tracker:
+        """With the bytes of each kind after every operation."""
+        return self.step(at=range(sys.maxsize))
 
     def row(self) -> dict:
         """The GiB of each kind at the peak, and where that is."""
@@ -324,19 +330,42 @@ def traced(path: str, flags, options):
             dist.destroy_process_group()
 
 
-# ---- What is printed -------------------------------------------------------------------------------------------------
+# ---- What is printed and drawn ---------------------------------------------------------------------------------------
 
 
-def sweep(options, flags: list[str]):
-    """Yield a row for each value of a flag."""
+def draw(options, steps: dict[str, Tracker]) -> None:
+    """Into the file of --plot: a panel for each step, with the memory of each kind after every operation."""
+    import matplotlib.pyplot as plt
+
+    size = (4 * len(steps) + 1, 4)  # inches
+    figure, panels = plt.subplots(1, len(steps), sharey=True, squeeze=False, figsize=size, layout="constrained")
+    for panel, (title, tracker) in zip(panels[0], steps.items(), strict=True):
+        kinds = tracker.kinds.values()
+        panel.stackplot(range(len(kinds)), [[one[kind] / GIB for one in kinds] for kind in KINDS], labels=KINDS)
+        if options.device_gb:
+            panel.axhline(options.device_gb, color="black", linestyle="--", label=f"a GPU of {options.device_gb:g} GB")
+        starts = [n for n, pair in enumerate(itertools.pairwise(tracker.phases), 1) if pair[0] != pair[1]]
+        panel.set_xticks([0, *starts], [tracker.phases[n] for n in (0, *starts)], rotation=90)
+        panel.margins(x=0)
+        panel.set_title(title)
+    panels[0, 0].set_ylabel("GiB of one process")
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(options.plot, dpi=150)
+    print(f"drawn in {options.plot}: memory after each operation of a step")
+
+
+def sweep(options, flags: list[str], steps: dict[str, Tracker]):
+    """Yield a row for each value of a flag. `steps` gets what is to be drawn."""
     name, _, values = options.sweep.partition("=")
     for value in values.split(","):
         with traced(options.script, [*flags, f"--{name}", value], options) as run:
             yield {name: value} | run.row() | {"a step": run.batch}
+            if options.plot:
+                steps[value] = run.over_a_step()
     run.print_what_is_left_out()
 
 
-def compare(options, flags: list[str]) -> None:
+def compare(options, flags: list[str], steps: dict[str, Tracker]) -> None:
     """A row for each strategy: what a process holds and sends. Then for each network the time of a step."""
     gpu = GPUS[options.gpu]
     device_gb = options.device_gb or gpu.memory_gb
@@ -347,6 +376,8 @@ def compare(options, flags: list[str]) -> None:
             cost = run.cost(gpu)
             kernels = cost["kernels"]
             replicas, shards = run.script.mesh_shape(run.args, run.world) if run.is_lm else (1, run.size)
+            if options.plot:
+                steps[strategy] = run.over_a_step()
         fits = cost["peak"] <= USABLE * device_gb * GIB
         row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GiB": cost["peak"] / GIB}
         row[f"fits {device_gb:g} GB with a tenth to spare"] = "yes" if fits else "no"
@@ -433,7 +464,10 @@ def main() -> None:
     parser.add_argument("script", nargs="?", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
     parser.add_argument("--sweep", help="flag=value,value: a row for each; sharding-strategy: what each sends, too")
     parser.add_argument("--gpu", default="H100", choices=GPUS, help="whose time, memory and link to its neighbours")
-    parser.add_argument("--device-gb", type=float, help="find the largest micro-batch, one in a step")
+    parser.add_argument("--device-gb", type=float, help="find the largest micro-batch, one in a step; --plot: a line")
+    parser.add_argument(
+        "--plot", help="draw the memory over a step into this file, a panel for each row; needs matplotlib"
+    )
     parser.add_argument("--network-gbits", type=float, nargs="+", default=[], help="Gbit/s of a node's link")
     parser.add_argument("--attention", default="gpu", choices=("gpu", "cpu"), help="whose kernel")
     parser.add_argument("--vocabulary", type=int, default=32_000, help="of a Llama in MODELS")
@@ -441,47 +475,59 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print that of docs/will-it-fit.md")
     options, more = parser.parse_known_args()
     transformers.logging.set_verbosity_error()
-    began = time.perf_counter()
     if options.table:
         print_table(table(options))
         return
     if not options.script:
         parser.error("name a script, or --table")
-    if options.sweep == "sharding-strategy":
-        compare(options, more)
-        return
-    if options.network_gbits:
+    if options.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    if options.network_gbits and options.sweep != "sharding-strategy":
         parser.error("--network-gbits needs --sweep sharding-strategy")
-    if options.device_gb and "--global-batch-size" in more:
-        parser.error("--device-gb looks for steps of one micro-batch: leave out --global-batch-size")
-    if options.sweep:
-        print_table(sweep(options, more))
-        return
 
-    with traced(options.script, more, options) as run:
-        if options.device_gb:
-            [largest] = run.largest_batches([options.device_gb])
-            run.print_what_is_left_out()
-            print(
-                f"largest batch of a process in a step of one micro-batch on {plural(run.size, 'process', 'es')}, in"
-                f" {run.sample}s {run.lengths}, with a tenth of {options.device_gb:g} GB kept to spare: {largest}"
-            )
-            return
+    steps = {}
+    if options.sweep == "sharding-strategy":
+        compare(options, more, steps)
+    elif options.sweep:
+        print_table(sweep(options, more, steps))
+    elif options.device_gb and not options.plot:
+        print_largest_batch(options, more)
+    else:
+        print_answer(options, more, steps)
+    if options.plot:
+        draw(options, steps)
+
+
+def print_largest_batch(options, flags: list[str]) -> None:
+    if "--global-batch-size" in flags:
+        fail("--device-gb looks for steps of one micro-batch: leave out --global-batch-size")
+    with traced(options.script, flags, options) as run:
+        [largest] = run.largest_batches([options.device_gb])
+    run.print_what_is_left_out()
+    print(
+        f"largest batch of a process in a step of one micro-batch on {plural(run.size, 'process', 'es')}, in"
+        f" {run.sample}s {run.lengths}, with a tenth of {options.device_gb:g} GB kept to spare: {largest}"
+    )
+
+
+def print_answer(options, flags: list[str], steps: dict[str, Tracker]) -> None:
+    """What a process holds, sends and computes in a step, and the GPUs that it fits."""
+    began = time.perf_counter()
+    with traced(options.script, flags, options) as run:
         row = run.row()
         cost = run.cost(GPUS[options.gpu])
+        if options.plot:
+            steps[" ".join([Path(options.script).name, *flags])] = run.over_a_step()
+    peak_gib = row["sum, GiB"]
     print_table([row])
     print(f"traced in {time.perf_counter() - began:.0f} s")
-    print_answer(run, row["sum, GiB"], cost)
-
-
-def print_answer(run: Run, peak_gib: float, cost: dict) -> None:
     print(f"counted: a step of {run.batch}")
     run.print_what_is_left_out()
     print(
         f"a process sends {cost['inside'] / GIB:.3f} GiB inside a node and {cost['between'] / GIB:.3f} GiB between"
         f" nodes, and computes {cost['flops'] / 1e12:.2f} TFLOP"
     )
-    if run.options.attention == "gpu":
+    if options.attention == "gpu":
         kernels = cost["kernels"]
         print(
             f"a step takes {kernels.seconds:.3g} s of one {kernels.gpu.name}: {kernels.product_seconds:.3g} s of matrix"
