@@ -92,8 +92,8 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=at_least(0),
-        help="save every so many steps, and at the end (T5: also after each epoch); 0: only if"
-        " the run is stopped",
+        help="save every so many steps, and at the end (T5: also after each epoch); 0: only at"
+        " Ctrl-C or SIGTERM",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
@@ -184,9 +184,11 @@ def start_processes(count: int, *more_flags: str):
 def find_device_type(name: str) -> str:
     """`--device`, in which auto is the accelerator that torch finds, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    if name == "cpu" or (name == "auto" and (found is None or found.type == "mps")):
+    if found is not None and found.type == "mps":  # Apple's, on which FSDP does not run
+        found = None
+    if name == "cpu" or (name == "auto" and found is None):
         return "cpu"
-    if name != "auto" and (found is None or found.type != name):
+    if found is None or name not in ("auto", found.type):
         raise UserError(
             f"--device {name}: torch {torch.__version__} finds none; install its build or use"
             " --device cpu"

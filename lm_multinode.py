@@ -346,7 +346,7 @@ def builtin_texts() -> list[str]:
 def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
     """A stream of texts that knows its position, and those that are held out to validate.
 
-    It lists the dataset's files and reads the first.
+    It lists the dataset's files, and reads the first texts until enough are held out.
     """
     column = args.text_column
     name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
@@ -361,6 +361,8 @@ def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
         first = next(iter(rows))
     except StopIteration:  # also where a pattern finds no file
         raise common.UserError(f"--dataset {name} has no rows") from None
+    except (ValueError, datasets.exceptions.DatasetsError) as error:
+        raise common.UserError(f"--dataset {name}: {error}") from error
     if column not in first:
         raise common.UserError(f"--dataset {name} has no column {column}, but {', '.join(first)}")
 
@@ -677,7 +679,7 @@ def main(args, world):
     # As one block, number 0: in the same order in every run
     validation_set = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
     count = len(validation_set["labels"])
-    log.print(f"data     {args.dataset}, {source.num_shards} parts, {count} sequences to validate")
+    log.print(f"data     {args.dataset}, {count} sequences to validate")
 
     # Model
     replicas, shards = mesh_shape(args, world)

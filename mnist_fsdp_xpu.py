@@ -247,8 +247,8 @@ def parse_args():
 
 
 def main(args, world):
-    # XPU: `common.setup` has set the device (torch.xpu.set_device) and taken the backend "xccl",
-    # once "ccl".
+    # XPU: `common.setup` has set the device, as torch.xpu.set_device does, and taken the backend
+    # "xccl", once "ccl".
     log = common.Log(world, args.output_dir)
     train_set, test_set = load_digits(args, world)
     train_loader = make_loader(train_set, args.batch_size, args, world, train=True)

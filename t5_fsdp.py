@@ -464,7 +464,8 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume refuses a checkpoint if one of these flags differs. Any other may change.
+# --resume refuses a checkpoint if one of these flags differs, or the number of articles in a step
+# (see main). Any other may change.
 MUST_MATCH = (
     "model dataset text_column summary_column max_summary_share num_train_samples"
     " num_validation_samples max_source_length max_target_length seed lr gamma"

@@ -35,6 +35,7 @@ USUAL = [
     ("t5_fsdp.py --backward-prefetch post", 1, "--backward-prefetch", "--fsdp-version 1"),
     ("lm_multinode.py --dataset absent*.jsonl", 1, "absent*.jsonl"),
     ("lm_multinode.py --dataset columns.jsonl", 2, "--dataset columns.jsonl", "text", "body"),
+    ("lm_multinode.py --dataset cut.jsonl", 2, "--dataset cut.jsonl", "JSON"),
     ("lm_multinode.py --dataset few.jsonl", 1, "--dataset few.jsonl", "too few texts"),
     ("lm_multinode.py --global-batch-size 20", 2, "--global-batch-size", "--micro-batch-size"),
     ("lm_multinode.py --model short --seq-length 65", 1, "--model short", "--seq-length of 64"),
@@ -86,6 +87,7 @@ def files(tmp_path_factory, articles_csv):
     lines = [json.dumps({"text": f"text {number}"}) + "\n" for number in range(3000)]
     for name, count in (("few", 2), ("some", 100), ("short", 3000)):
         (folder / f"{name}.jsonl").write_text("".join(lines[:count]))
+    (folder / "cut.jsonl").write_text(lines[0] + lines[1][:9])
     (folder / "columns.jsonl").write_text('{"body": "a"}\n')
     (folder / "columns.csv").write_text("body,abstract\na,b\n")
     (folder / "file").touch()
