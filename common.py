@@ -431,6 +431,8 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     """The newest checkpoint, if there is one, as rank 0 sees it. A collective."""
     newest = [max(finished_checkpoints(folder), default=None)]
     dist.broadcast_object_list(newest)
+    if resume and newest[0] is None and dist.get_rank() == 0:
+        print("resume   finds no checkpoint: from the beginning", flush=True)
     if newest[0] and not resume:
         raise UserError(
             f"{folder} holds checkpoints of an earlier run; add --resume, or choose another"
@@ -608,11 +610,13 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     usable = rows.map(clean, remove_columns=rows.column_names).filter(is_usable).shuffle(seed=0)
     article_of_row = usable["article"][:]
     articles = list(dict.fromkeys(article_of_row))
-    found = f"{name}, {len(rows):,} rows, {len(usable):,} within --max-summary-share"
     if len(articles) < 2:
-        raise UserError(f"--dataset {found}: too few")
+        raise UserError(
+            f"--dataset {name} has too few rows with a text and a summary within"
+            " --max-summary-share"
+        )
     if dist.get_rank() == 0:
-        print(f"dataset  {found}", flush=True)
+        print(f"dataset  {name}, {len(rows):,} rows, {len(usable):,} usable", flush=True)
 
     # By article, as no article may have rows on both sides
     held_out = set(articles[: math.ceil(0.05 * len(articles))])

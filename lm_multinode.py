@@ -148,7 +148,8 @@ def mesh_shape(args, world) -> tuple[int, int]:
     shards = args.shards_per_replica or world.local_size
     if world.size % shards != 0:
         raise common.UserError(
-            f"{world.size} processes cannot form replicas of {shards}; set --shards-per-replica"
+            f"{world.size} processes cannot form replicas of {shards}; choose a"
+            f" --shards-per-replica that divides {world.size}"
         )
     return world.size // shards, shards
 
@@ -679,21 +680,25 @@ def main(args, world):
     # As one block, number 0: in the same order in every run
     validation_set = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
     count = len(validation_set["labels"])
-    log.print(f"data     {args.dataset}, {count} sequences to validate")
+    log.print(
+        f"data     {args.dataset}, {count} sequences to validate,"
+        f" {args.global_batch_size} in a step"
+    )
 
     # Model
     replicas, shards = mesh_shape(args, world)
     meta_model = make_meta_model(config)
     log.print(f"model    {args.model}, {common.describe_state(meta_model, shards)}")
+    mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
+    if args.compare_strategies:
+        log.print(f"fsdp     every strategy, {args.precision}")
+        steps = steps_on_device(args, world, source, tokenizer, None)
+        compare_strategies(args, world, config, log, steps, mfu_per_speed)
+        return
     log.print(
         f"fsdp     {args.sharding_strategy},"
         f" replicas x shards: {replicas} x {shards}, {args.precision}"
     )
-    mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
-    if args.compare_strategies:
-        steps = steps_on_device(args, world, source, tokenizer, None)
-        compare_strategies(args, world, config, log, steps, mfu_per_speed)
-        return
     model, optimizer = build(args, world, config)
 
     # Where the last run stopped

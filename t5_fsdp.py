@@ -568,7 +568,7 @@ def main(args, world):
         )
     log.print(
         f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate;"
-        f" {steps_per_epoch:,} steps an epoch"
+        f" {steps_per_epoch:,} steps of {global_batch} an epoch"
     )
 
     # Model

@@ -13,9 +13,9 @@ computes, before a GPU is rented.
 
 The flags are those of the run. The script's own parse_args, build and train_step make a step on tensors without
 memory, in one process of a group that only pretends: no GPU, no weights, no data, also for a copy that you have
-edited. Batches have the full lengths of the flags. `--model` is a size that this file knows, a folder with a config,
-or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens. `--precision auto` is bf16. `--device` is ignored,
-and `--compile` is not traced.
+edited. Batches have the full lengths of the flags. `--model` is t5-small, t5-base, t5-large, t5-3b, t5-11b, a size of
+the LM's `MODELS`, a folder with a config, or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens.
+`--precision auto` is bf16. `--device` is ignored, and `--compile` is not traced.
 
 Attention is PyTorch's flash or memory-efficient kernel for GPUs, and dropout keeps the mask of one byte that GPUs keep;
 with `--attention cpu` both are those of CPUs. With `--cpu-offload`, what is in the CPU's memory is left out.
@@ -23,7 +23,7 @@ with `--attention cpu` both are those of CPUs. With `--cpu-offload`, what is in 
 What is sent is counted from the collectives of the step, with ring algorithms: a process sends (n-1)/n of what n
 processes gather or reduce-scatter, twice that of an all-reduce, to the next one of the ring; a ring leaves each node
 once. GiB between nodes is the mean of a node's processes. docs/will-it-fit.md says what is not counted, and how far to
-trust the answers; step_time.py has the time of a step.
+trust the answers.
 """
 
 import argparse
@@ -378,10 +378,13 @@ def compare(options, flags: list[str], steps: dict[str, Tracker]) -> None:
             replicas, shards = run.script.mesh_shape(run.args, run.world) if run.is_lm else (1, run.size)
             if options.plot:
                 steps[strategy] = run.over_a_step()
+            batch = run.batch
+            [largest] = run.largest_batches([device_gb])
         fits = cost["peak"] <= USABLE * device_gb * GIB
         row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GiB": cost["peak"] / GIB}
         row[f"fits {device_gb:g} GB with a tenth to spare"] = "yes" if fits else "no"
-        row |= {"inside, GiB": cost["inside"] / GIB, "between, GiB": cost["between"] / GIB}
+        row["largest micro-batch"] = largest
+        row |= {"sent inside a node, GiB": cost["inside"] / GIB, "between nodes, GiB": cost["between"] / GIB}
         rows.append(row | {"TFLOP": cost["flops"] / 1e12})
         if run.size <= options.per_node:
             tables = {None: tables.get(None, [])}  # one node has no network
@@ -394,7 +397,7 @@ def compare(options, flags: list[str], steps: dict[str, Tracker]) -> None:
         print(f"\na step on {nodes}, with the {gpu.name}'s {gpu.link_gbytes} GB/s between the GPUs of a node:")
         print_table(mark_the_fastest(found))
 
-    print(f"\ncounted: a step of {run.batch}")
+    print(f"\ncounted for one process: a step of {batch}; for the largest micro-batch a step of only one")
     print("<-: of what fits, the least upper bound of the time")
     run.print_what_is_left_out()
     if kernels.host_may_be_the_limit:
