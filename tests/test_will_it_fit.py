@@ -216,7 +216,9 @@ def test_sweeps_offload_and_the_largest_batch():
     assert time_of_a_step.endswith("the host may be the limit: a larger batch, or --compile")  # the model is tiny
     assert re.match(r"peak ([\d.]+) GiB", peak)[1] == f"{float(compiled[5]):.2f}"
     assert "traced without --compile" in printed
-    assert int(re.search(r"^largest batch .* (\d+)$", printed, re.M)[1]) > 4
+    largest = int(re.search(r"^largest batch .* (\d+)$", printed, re.M)[1])
+    of_full_shard = next(line for line in printed.splitlines() if line.startswith("| FULL_SHARD | 1 x 4"))
+    assert largest == int(of_full_shard.split(" | ")[4]) > 4
     assert re.findall(r"^\| (\w+) .*<-", printed, re.M) == ["_HYBRID_SHARD_ZERO2"]  # the slow link decides
     with will_it_fit.traced("lm_multinode.py", ["--num-processes", 4], GPU) as run:
         [largest] = run.largest_batches([1])
