@@ -15,7 +15,7 @@ def chosen_by_the_table(state, parameters, per_node, nodes, memory):
     """The strategies that the first row that is true names. The row for slow links is another answer, DiLoCo's recipe,
     which learns otherwise: without it the hybrids above that row are for all links."""
     section = re.search(r"^## Which strategy\?\n(.+?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)[1]
-    rows = re.findall(r"^\| (one|several) \|.*\| (.+?) \| (.+) \|$", section, re.M)
+    rows = re.findall(r"^\| (one|several)(?:, .+?)? \|.*\| (.+?) \| (.+) \|$", section, re.M)
     for where, condition, take in rows:
         if (where == "one") != (nodes == 1) or "diloco" in take.lower():
             continue

@@ -378,18 +378,19 @@ def compare(options, flags: list[str], steps: dict[str, Tracker]) -> None:
             replicas, shards = run.script.mesh_shape(run.args, run.world) if run.is_lm else (1, run.size)
             if options.plot:
                 steps[strategy] = run.over_a_step()
-            batch = run.batch
-            [largest] = run.largest_batches([device_gb])
-        fits = cost["peak"] <= USABLE * device_gb * GIB
-        row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GiB": cost["peak"] / GIB}
-        row[f"fits {device_gb:g} GB with a tenth to spare"] = "yes" if fits else "no"
-        row["largest micro-batch"] = largest
-        row |= {"sent inside a node, GiB": cost["inside"] / GIB, "between nodes, GiB": cost["between"] / GIB}
-        rows.append(row | {"TFLOP": cost["flops"] / 1e12})
-        if run.size <= options.per_node:
-            tables = {None: tables.get(None, [])}  # one node has no network
-        for gbits, found in tables.items():
-            found.append({"strategy": strategy, "fits": fits} | bounds(run, cost, gpu, gbits))
+            fits = cost["peak"] <= USABLE * device_gb * GIB
+            row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GiB": cost["peak"] / GIB}
+            row[f"fits {device_gb:g} GB with a tenth to spare"] = "yes" if fits else "no"
+            row |= {"sent inside a node, GiB": cost["inside"] / GIB, "between nodes, GiB": cost["between"] / GIB}
+            row["TFLOP"] = cost["flops"] / 1e12
+            if run.size <= options.per_node:
+                tables = {None: tables.get(None, [])}  # one node has no network
+            for gbits, found in tables.items():
+                found.append({"strategy": strategy, "fits": fits} | bounds(run, cost, gpu, gbits))
+
+            batch = run.batch  # which largest_batches changes
+            [row["largest micro-batch"]] = run.largest_batches([device_gb])
+            rows.append(row)
 
     print_table(rows)
     for gbits, found in tables.items():
