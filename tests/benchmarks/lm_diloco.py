@@ -55,13 +55,16 @@ def draw(curves: dict[str, list[dict]], file: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, (over_tokens, over_seconds) = plt.subplots(1, 2, sharey=True, figsize=(10, 4.5), layout="constrained")
-    for name, found in curves.items():
+    for found in curves.values():
         perplexity = [row["perplexity"] for row in found]
-        over_tokens.plot([row["step"] * STEP_TOKENS for row in found], perplexity)
-        over_seconds.plot([row["seconds"] - found[0]["seconds"] for row in found], perplexity, label=name)
-    over_tokens.set(xlabel="tokens", ylabel="validation perplexity", yscale="log")
-    over_seconds.set(xlabel="seconds")
-    figure.legend(loc="outside lower center", ncols=2)
+        over_tokens.plot([row["step"] for row in found], perplexity)
+        over_seconds.plot([row["seconds"] - found[0]["seconds"] for row in found], perplexity)
+    ticks = (100, 200, 400, 800, 1600)
+    over_tokens.set(yscale="log", yticks=ticks, yticklabels=ticks, ylabel="validation perplexity")
+    over_tokens.minorticks_off()
+    over_tokens.set_xlabel(f"steps of {STEP_TOKENS:,} tokens")
+    over_seconds.set_xlabel("seconds")
+    figure.legend(over_seconds.lines, curves, loc="outside lower center", ncols=2)
     figure.savefig(file)
 
 
