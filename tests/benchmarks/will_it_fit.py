@@ -337,7 +337,7 @@ def draw(options, steps: dict[str, Tracker]) -> None:
     """Into the file of --plot: a panel for each step, with the memory of each kind after every operation."""
     import matplotlib.pyplot as plt
 
-    size = (4 * len(steps) + 1, 4)  # inches
+    size = (max(8, 4 * len(steps) + 1), 4)  # inches
     figure, panels = plt.subplots(1, len(steps), sharey=True, squeeze=False, figsize=size, layout="constrained")
     for panel, (title, tracker) in zip(panels[0], steps.items(), strict=True):
         kinds = tracker.kinds.values()
@@ -521,7 +521,7 @@ def print_answer(options, flags: list[str], steps: dict[str, Tracker]) -> None:
         row = run.row()
         cost = run.cost(GPUS[options.gpu])
         if options.plot:
-            steps[" ".join([Path(options.script).name, *flags])] = run.over_a_step()
+            steps[Path(options.script).name] = run.over_a_step()
     peak_gib = row["sum, GiB"]
     print_table([row])
     print(f"traced in {time.perf_counter() - began:.0f} s")
