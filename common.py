@@ -259,6 +259,13 @@ def first_on_node(world, make):
     return received[0]
 
 
+def from_rank0(value):
+    """Rank 0's value, on every rank. A collective."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
 class StopRequest:
     """A cluster's SIGTERM, or Ctrl-C. The training loop asks on_any_rank(), saves, and ends."""
 
@@ -429,16 +436,15 @@ def finished_checkpoints(folder: Path) -> list[Path]:
 
 def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     """The newest checkpoint, if there is one, as rank 0 sees it. A collective."""
-    newest = [max(finished_checkpoints(folder), default=None)]
-    dist.broadcast_object_list(newest)
-    if resume and newest[0] is None and dist.get_rank() == 0:
+    newest = from_rank0(max(finished_checkpoints(folder), default=None))
+    if resume and newest is None and dist.get_rank() == 0:
         print("resume   finds no checkpoint: from the beginning", flush=True)
-    if newest[0] and not resume:
+    if newest and not resume:
         raise UserError(
             f"{folder} holds checkpoints of an earlier run; add --resume, or choose another"
             " --output-dir"
         )
-    return newest[0]
+    return newest
 
 
 def save_checkpoint(folder: Path, progress: dict, args, model, optimizer, world):
@@ -484,6 +490,40 @@ def load_checkpoint(path: Path, args, must_match: list[str], model, optimizer) -
     return progress
 
 
+def load_pretrained(kind, name: str):
+    """`kind.from_pretrained(name)`: of a folder, or of the Hub. Raises UserError with the name."""
+    try:
+        return kind.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        place = "" if Path(name).exists() else "is no folder, and as a name on the Hub"
+        raise UserError(f"{name} {place} has no {kind.__name__}: {error}") from error
+
+
+def load_tokenizer(name: str):
+    """Of a model's folder or Hub name. Raises UserError where there is none."""
+    from transformers import AutoTokenizer  # here, as the scripts without text need not wait for it
+
+    tokenizer = load_pretrained(AutoTokenizer, name)
+    # Without files transformers makes one that knows special tokens only, and T5's a space.
+    if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
+        raise UserError(f"{name} has no tokenizer; save one there with its save_pretrained()")
+    return tokenizer
+
+
+def untie(meta_model, full_model, world):
+    """Untie in `meta_model` what is not tied in rank 0's `full_model`. A collective.
+
+    transformers ties by the config, but not what a checkpoint holds twice with different values:
+    the output layers of FLAN-T5 and mT5, for example.
+    """
+    tied = None
+    if world.rank == 0:
+        tied = set(full_model.all_tied_weights_keys)
+    for name in meta_model.all_tied_weights_keys.keys() - from_rank0(tied):
+        module = meta_model.get_submodule(name.removesuffix(".weight"))
+        module.weight = torch.nn.Parameter(torch.empty_like(module.weight))
+
+
 def load_weights(model, full_model, world, offload: bool):
     """Give a sharded model, which is on the meta device, its memory and the weights of rank 0's
     `full_model`; each rank keeps its shards. A collective."""
@@ -494,11 +534,10 @@ def load_weights(model, full_model, world, offload: bool):
 
     # to_empty has emptied the buffers, and a state dict does not hold them all (the frequencies of
     # rotary positions, for example), nor the settings of generate().
-    not_in_state_dict = [None, None]
+    not_in_state_dict = None
     if world.rank == 0:
-        not_in_state_dict = [list(full_model.buffers()), full_model.generation_config]
-    dist.broadcast_object_list(not_in_state_dict)
-    full_buffers, model.generation_config = not_in_state_dict
+        not_in_state_dict = (list(full_model.buffers()), full_model.generation_config)
+    full_buffers, model.generation_config = from_rank0(not_in_state_dict)
     for buffer, full_buffer in zip(model.buffers(), full_buffers, strict=True):
         buffer.data = full_buffer.to(world.device)
 
@@ -513,11 +552,9 @@ def export(model, meta_model, tokenizer, folder: Path, world):
     weights = get_model_state_dict(model, options=options)
 
     if world.rank == 0:
-        for name, source in meta_model.all_tied_weights_keys.items():
-            # FLAN-T5's output layer is listed as tied, too, but has weights of its own.
-            if torch.equal(weights[name], weights[source]):
-                weights[name] = weights[source]  # one tensor, which is saved once
-
+        # Tied weights have several names, of which a file has one.
+        kept = [*meta_model.named_parameters(), *meta_model.named_buffers()]
+        weights = {name: weights[name] for name, _ in kept if name in weights}
         meta_model.generation_config = model.generation_config
         partial = folder.with_name(folder.name + ".partial")  # `folder` stays until this is whole
         meta_model.save_pretrained(partial, state_dict=weights)

@@ -42,10 +42,12 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.data import DataLoader, IterableDataset
 
 import datasets
@@ -56,7 +58,6 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -75,8 +76,8 @@ AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
 # A unit is a group of parameters that FSDP gathers and frees together. Every decoder layer is one.
-# Unless embedding and output layer share their weights, two more are the embedding, and the output
-# layer with the last norm. What remains is the root unit.
+# Unless they share their weights, the embedding and the output layer are two more. What remains is
+# the root unit.
 
 # The dtype to gather parameters and compute in. Gradients are reduced in fp32, as many processes
 # add up many small numbers; the optimizer's shards are always fp32.
@@ -96,30 +97,32 @@ RESHARD = {
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
-def shard(args, world, config) -> nn.Module:
-    """The model, each parameter a DTensor of which this process has a shard. A collective: every
-    rank must call the function."""
-    full_model = None
-    if world.rank == 0:
-        full_model = load_model(args, config)  # on the CPU
-    model = make_meta_model(config)  # shapes only: the whole model need not fit a device
+def shard(args, world, full_model, meta_model) -> nn.Module:
+    """A copy of the model, each parameter a DTensor of which this process has a shard. A
+    collective: every rank must call the function.
+
+    full_model: rank 0's, with the weights. meta_model: shapes only, so that the whole model need
+    not fit a device.
+    """
+    model = copy.deepcopy(meta_model)
     layers = prepare_layers(args, model)
 
+    replicas, shards = mesh_shape(args, world)
     options = {
-        "mesh": make_mesh(world.device.type, *mesh_shape(args, world)),
+        "mesh": make_mesh(world.device.type, replicas, shards),
         "mp_policy": MixedPrecisionPolicy(PRECISIONS[args.precision], torch.float32),
+        "shard_placement_fn": lambda parameter: choose_dimension(parameter, shards),
     }
     if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
 
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
-    for modules in embedding_and_head(model):
+    for module in embedding_and_head(model):
         # Not freed after forward. Else FSDP would gather both again for backward: the output layer
         # at once, and the embedding for nothing.
-        fully_shard(modules, reshard_after_forward=False, **options)
-    # The root unit: with tied weights embedding and norm, else nothing. FSDP needs it all the same.
-    fully_shard(model, **options)
+        fully_shard(module, reshard_after_forward=False, **options)
+    fully_shard(model, **options)  # the root unit
 
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.device.type == "xpu":
@@ -127,6 +130,15 @@ def shard(args, world, config) -> nn.Module:
 
     common.load_weights(model, full_model, world, args.cpu_offload)
     return model
+
+
+def choose_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:
+    """The dimension to shard: the first, FSDP's default. But experts are one parameter, and their
+    number is its first dimension: of 8 on 16 processes half would hold one each, and all would
+    gather 16."""
+    if parameter.ndim == 3 and parameter.size(0) % shards > 0 and parameter.size(1) % shards == 0:
+        return Shard(1)
+    return None
 
 
 @functools.cache  # else --compare-strategies would make the same process groups again
@@ -155,17 +167,17 @@ def mesh_shape(args, world) -> tuple[int, int]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, which become units. For another architecture change this, and what else
-    docs/your-model-and-data.md lists."""
-    return list(model.model.layers)
+    """The layers, which become units: what transformers never splits over devices."""
+    names = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def embedding_and_head(model: nn.Module) -> list[list[nn.Module]]:
-    """Two more units: the embedding, and the last norm with the output layer. While one of them is
-    gathered or reduced, the layers compute. No units if both have the same weights."""
-    if model.config.tie_word_embeddings:
-        return []
-    return [[model.model.embed_tokens], [model.model.norm, model.lm_head]]
+def embedding_and_head(model: nn.Module) -> list[nn.Module]:
+    """Two more units. While one of them is gathered or reduced, the layers compute. No units if
+    both have the same weights."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    return [] if head.weight is embedding.weight else [embedding, head]
 
 
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
@@ -181,12 +193,13 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     if args.activation_checkpointing:
         # FSDP goes around these wrappers, as prepare_layers comes before sharding.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-    return layers_of(model)  # not `layers`: the wrappers have taken their places
+        return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    return layers
 
 
-def build(args, world, config):
+def build(args, world, full_model, meta_model):
     """The sharded model and its optimizer, which must see the shards. A collective."""
-    model = shard(args, world, config)
+    model = shard(args, world, full_model, meta_model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
     return model, torch.optim.AdamW(trained, fused=True, **options)
@@ -200,14 +213,19 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
     the host wait for the device.
     """
     global_targets = args.global_batch_size * args.seq_length
+    replicas, _ = mesh_shape(args, world)
     loss_sum = torch.zeros((), device=world.device)
     optimizer.zero_grad()
     for number, micro_batch in enumerate(micro_batches, start=1):
         is_last = number == len(micro_batches)
 
-        # Only the last micro-batch sends gradients. Until then each process keeps those of all
-        # parameters, under every strategy, and ZeRO-2's parameters stay gathered.
-        model.set_requires_gradient_sync(is_last)
+        if args.sharding_strategy in HYBRIDS and replicas > 1:
+            # Each replica reduces to shards every time. Replicas share them in the last one.
+            model.set_requires_all_reduce(is_last)
+        else:
+            # What is not sent yet, each process keeps whole: the gradients of all parameters.
+            model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
+        # Until the last one ZeRO-2's parameters stay gathered.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
@@ -291,33 +309,60 @@ def make_meta_model(config) -> nn.Module:
 
 def load_data(args) -> tuple:
     """The stream of texts to train on, texts to validate on, the model's config, the tokenizer."""
-    source, held_out = load_texts(args)
     is_pretrained = args.model not in MODELS
+    config = None
+    tokenizer = None
+    if is_pretrained:
+        config = load_config(args)
     if args.tokenizer or is_pretrained:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
-    else:  # a small one, of the first texts
+        tokenizer = common.load_tokenizer(args.tokenizer or args.model)
+        # Without added tokens: Gemma 3's tokenizer has one for images, its embedding has not.
+        if is_pretrained and tokenizer.vocab_size > config.vocab_size:
+            raise common.UserError(
+                f"--model {args.model} knows {config.vocab_size} tokens, and the tokenizer has"
+                f" {tokenizer.vocab_size}; choose the model's own --tokenizer"
+            )
+
+    source, held_out = load_texts(args)
+    if tokenizer is None:  # a small one, of the first texts
         texts = [row["text"] for row in source.take(2000)]
         tokenizer = common.train_tokenizer(texts, vocab_size=2048, append_eos=False)
-
-    if is_pretrained:
-        config = AutoConfig.from_pretrained(args.model)
-    else:
+    if config is None:
         config = copy.deepcopy(MODELS[args.model])
         config.vocab_size = 64 * math.ceil(len(tokenizer) / 64)  # fast on tensor cores
         config.bos_token_id = None
         config.eos_token_id = tokenizer.eos_token_id
         config.max_position_embeddings = args.seq_length
-    config._attn_implementation = ATTENTION
-
-    # ATTENTION ignores sliding windows: a sequence must fit into one.
-    window = getattr(config, "sliding_window", None) or math.inf
-    longest = min(window, config.max_position_embeddings)
-    if len(tokenizer) > config.vocab_size or args.seq_length > longest:
-        raise common.UserError(
-            f"--model {args.model} takes a --tokenizer of {config.vocab_size} tokens at most, and a"
-            f" --seq-length of {longest}"
-        )
+        config._attn_implementation = ATTENTION
     return source, held_out, config, tokenizer
+
+
+def load_config(args):
+    """Of a pretrained --model. Raises UserError where the script cannot train such a model."""
+    config = common.load_pretrained(AutoConfig, args.model)
+    config._attn_implementation = ATTENTION
+    try:
+        text_config = config.get_text_config()
+        model = make_meta_model(config)
+    except (ValueError, KeyError, NotImplementedError, ImportError) as error:
+        [first, *_] = str(error).strip().splitlines()
+        raise common.UserError(f"--model {args.model} cannot be trained here: {first}") from error
+
+    reason = None
+    if text_config is not config:
+        reason = f"has other parts beside text: take a model of type {text_config.model_type}"
+    elif not layers_of(model):
+        reason = "has no layers to shard: transformers does not name them"
+    elif not all(getattr(module, "is_causal", True) for module in model.modules()):
+        reason = "also looks at later tokens: it is no causal language model"
+    # ATTENTION ignores windows: a sequence must fit into one.
+    limits = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
+    longest = min(getattr(config, name, None) or math.inf for name in limits)
+    if args.seq_length > longest:
+        reason = f"takes a --seq-length of {longest} at most"
+    if reason:
+        raise common.UserError(f"--model {args.model} {reason}")
+    return config
 
 
 # These functions are not inside of others, because they are pickled: for the other processes of a
@@ -485,10 +530,11 @@ def steps_on_device(args, world, source, tokenizer, positions: list | None):
 @torch.no_grad()
 def validate(args, world, model, sequences: dict, log, step: int):
     """Print the mean loss over all held-out sequences, on any number of ranks. A collective."""
-    # Every rank takes part in every forward pass: numbers past the end wrap round to the first
-    # sequences, and do not count.
+    # Every rank takes part in every forward pass, and all parts are as large, for which --compile
+    # makes one graph. Numbers past the end wrap round to the first sequences, and do not count.
     count = len(sequences["labels"])
-    padded = math.ceil(count / world.size) * world.size
+    of_all_ranks = args.micro_batch_size * world.size
+    padded = math.ceil(count / of_all_ranks) * of_all_ranks
     numbers = torch.arange(world.rank, padded, world.size).split(args.micro_batch_size)
 
     model.eval()
@@ -530,7 +576,7 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     tokens/s it is MFU, Model FLOPs Utilization. 0 where the peak is unknown.
 
     By PaLM's appendix B (arXiv:2204.02311). An embedding counts only if it is also the output
-    layer, because looking up computes nothing.
+    layer, because looking up computes nothing. Of experts those count that a token uses.
     """
     peak_tflops = args.peak_tflops
     if peak_tflops == 0 and world.device.type == "cuda":
@@ -542,7 +588,16 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
         return 0.0
 
     config = meta_model.config
-    num_parameters = meta_model.num_parameters(exclude_embeddings=not config.tie_word_embeddings)
+    experts_per_token = getattr(config, "num_experts_per_tok", None)
+    num_parameters = 0
+    for parameter in meta_model.parameters():
+        count = parameter.numel()
+        if experts_per_token and parameter.ndim == 3:  # all experts of a layer
+            count *= experts_per_token / parameter.size(0)
+        num_parameters += count
+    if embedding_and_head(meta_model):
+        num_parameters -= meta_model.get_input_embeddings().weight.numel()
+
     head_size = getattr(config, "head_dim", None)
     if head_size is None:
         head_size = config.hidden_size // config.num_attention_heads
@@ -551,41 +606,37 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     return (6 * num_parameters + attention) / (peak_tflops * 1e12 * world.size)
 
 
-def compare_strategies(args, world, config, log, steps, mfu_per_speed: float):
+def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed: float):
     """Time a few steps under each strategy, with this model on these machines. A collective."""
     for strategy in RESHARD:
         args.sharding_strategy = strategy
         replicas, shards = mesh_shape(args, world)
         common.peak_gib(world.device)  # counts anew from here
-        seconds, state_gib = time_steps(args, world, config, log, steps)
+        model, optimizer = build(args, world, full_model, meta_model)
+        times = []
+        for _ in log.bar(range(7), strategy, 7):
+            start = time.perf_counter()
+            micro_batches, _ = next(steps)
+            loss_sum, _ = train_step(args, world, model, optimizer, micro_batches)
+            loss_sum.item()  # waits for the device
+            times.append(time.perf_counter() - start)
+        seconds = statistics.median(times[2:])  # the first two allocate, compile and fill queues
+
         speed = args.global_batch_size * args.seq_length / seconds
         record = {
             "strategy": strategy,
             "mesh": f"{replicas} x {shards}",
             "tokens/s": speed,
-            "state_gib": state_gib,
+            "state_gib": common.state_gib(model, optimizer),
             "peak_gib": common.peak_gib(world.device),
         }
         if mfu_per_speed > 0:
             record["mfu"] = speed * mfu_per_speed
         log.metrics(record)
+        del model, optimizer
         gc.collect()  # FSDP's objects refer to each other in circles
         if world.device.type != "cpu":
             torch.accelerator.empty_cache()
-
-
-def time_steps(args, world, config, log, steps) -> tuple[float, float]:
-    """Seconds of a step, and the GiB of state that this process holds. A collective."""
-    model, optimizer = build(args, world, config)
-    times = []
-    for _ in log.bar(range(7), args.sharding_strategy, 7):
-        start = time.perf_counter()
-        micro_batches, _ = next(steps)
-        loss_sum, _ = train_step(args, world, model, optimizer, micro_batches)
-        loss_sum.item()  # waits for the device
-        times.append(time.perf_counter() - start)
-    # The first two allocate, compile and fill queues.
-    return statistics.median(times[2:]), common.state_gib(model, optimizer)
 
 
 # ---- Main --------------------------------------------------------------------------------------
@@ -628,7 +679,12 @@ def parse_args():
         type=at_least_0,
         help="sequences in a step; 0: the first multiple of micro-batch x processes from 16 on",
     )
-    add("--lr", default=0.0, type=number, help="the highest; 0: 5e-3 for tiny, 4e-4 for others")
+    add(
+        "--lr",
+        default=0.0,
+        type=number,
+        help="the highest; 0: 5e-3 for tiny, 4e-4 for 150m, 1b, 7b; 2e-5 for a pretrained model",
+    )
     add("--warmup-steps", default=20, type=at_least_0, help="steps to the highest learning rate")
     add("--weight-decay", default=0.1, type=number, help="of all weights")
 
@@ -640,6 +696,12 @@ def parse_args():
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
     add("--compile", **switch, help="torch.compile each layer, and the loss: a slow start")
+    add(
+        "--gradient-sync",
+        default="last",
+        choices=("last", "every"),
+        help="the micro-batches of a step that reduce gradients; every: less memory, more to send",
+    )
 
     group = parser.add_argument_group("processes and output")
     common.add_run_flags(group)
@@ -651,7 +713,9 @@ def parse_args():
 
     args = parser.parse_args()
     if args.lr == 0:
-        args.lr = 5e-3 if args.model == "tiny" else 4e-4
+        args.lr = 4e-4 if args.model in MODELS else 2e-5
+        if args.model == "tiny":
+            args.lr = 5e-3
     return args
 
 
@@ -686,20 +750,25 @@ def main(args, world):
     )
 
     # Model
-    replicas, shards = mesh_shape(args, world)
+    full_model = None
+    if world.rank == 0:
+        full_model = load_model(args, config)  # on the CPU
     meta_model = make_meta_model(config)
+    common.untie(meta_model, full_model, world)
+    replicas, shards = mesh_shape(args, world)
     log.print(f"model    {args.model}, {common.describe_state(meta_model, shards)}")
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
         log.print(f"fsdp     every strategy, {args.precision}")
         steps = steps_on_device(args, world, source, tokenizer, None)
-        compare_strategies(args, world, config, log, steps, mfu_per_speed)
+        compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed)
         return
     log.print(
         f"fsdp     {args.sharding_strategy},"
         f" replicas x shards: {replicas} x {shards}, {args.precision}"
     )
-    model, optimizer = build(args, world, config)
+    model, optimizer = build(args, world, full_model, meta_model)
+    del full_model
 
     # Where the last run stopped
     step = 0
@@ -737,10 +806,11 @@ def main(args, world):
         validate_now = is_due(args, step, args.validate_every)
         if save_now or validate_now or is_due(args, step, args.log_every):
             num_tokens = step_tokens * (step - last_logged)
+            loss = common.sum_over_ranks(loss_sum) / num_tokens  # waits for the device
             speed = num_tokens / (time.perf_counter() - start)
             record = {
                 "step": step,
-                "loss": common.sum_over_ranks(loss_sum) / num_tokens,
+                "loss": loss,
                 "grad_norm": grad_norm.item(),
                 "lr": lr,
                 "tokens/s": speed,

@@ -25,6 +25,7 @@ is a recipe. docs/from-the-documents.md lists what in the tutorial's code no lon
 
 import argparse
 import contextlib
+import copy
 import math
 import random
 import textwrap
@@ -36,6 +37,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,7 +60,6 @@ from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     DataCollatorForSeq2Seq,
     T5Config,
 )
@@ -103,13 +104,13 @@ PREFETCH = {
 # The next two functions do the same: one with FSDP2, one with FSDP1.
 
 
-def shard_with_fsdp2(args, world, config) -> nn.Module:
-    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter. A
-    collective."""
-    full_model = None
-    if world.rank == 0:
-        full_model = load_model(args, config)  # on the CPU
-    model = make_meta_model(config)  # shapes only: the whole model need not fit a device
+def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
+    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter. A collective.
+
+    full_model: rank 0's, with the weights. meta_model: shapes only, so that the whole model need
+    not fit a device.
+    """
+    model = copy.deepcopy(meta_model)
     layers = prepare_layers(args, model)
 
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
@@ -138,15 +139,16 @@ def shard_with_fsdp2(args, world, config) -> nn.Module:
     return model
 
 
-def shard_with_fsdp1(args, world, config) -> nn.Module:
-    """Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit. A
-    collective."""
+def shard_with_fsdp1(args, world, model) -> nn.Module:
+    """Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit. A collective.
+
+    model: with the weights, on every rank's CPU; FSDP moves it unit by unit.
+    """
     if args.cpu_offload and (world.size == 1 or world.device.type == "cpu"):
         raise common.UserError(
             "FSDP1's --cpu-offload needs two GPUs or more: it fails on a CPU, and on one GPU it"
             " resumes wrongly; use --fsdp-version 2"
         )
-    model = load_model(args, config)  # on every rank's CPU; FSDP moves it unit by unit
     mesh = init_device_mesh(world.device.type, (world.size,))
     layers = prepare_layers(args, model)
 
@@ -170,9 +172,9 @@ def shard_with_fsdp1(args, world, config) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, which become units. For another architecture change this, and what else
-    docs/your-model-and-data.md lists."""
-    return [*model.encoder.block, *model.decoder.block]
+    """The layers, which become units: what transformers never splits over devices."""
+    names = model._no_split_modules
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
@@ -194,15 +196,16 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     if args.activation_checkpointing:
         # FSDP goes around these wrappers, as prepare_layers comes before sharding.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-    return layers_of(model)  # not `layers`: the wrappers have taken their places
+        return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    return layers
 
 
-def build(args, world, config):
+def build(args, world, full_model, meta_model):
     """The sharded model and its optimizer, which must see the shards. A collective."""
     if args.fsdp_version == 2:
-        model = shard_with_fsdp2(args, world, config)
+        model = shard_with_fsdp2(args, world, full_model, meta_model)
     else:
-        model = shard_with_fsdp1(args, world, config)
+        model = shard_with_fsdp1(args, world, full_model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.AdamW(trained, lr=args.lr, fused=True)
 
@@ -263,15 +266,10 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
     """Cross-entropy, summed over the real target tokens of a batch: one number. A collective, as
     every forward of a sharded model is."""
     labels = batch["labels"]
-    # The mask as attention adds it to its scores: with four dimensions. If it had two, transformers
-    # would check its values on the host, and for that wait for the device in every forward. (In
-    # bf16 the minimum becomes -inf. That is harmless, as no article is empty.)
-    is_text = batch["attention_mask"][:, None, None, :] > 0
-    attention_mask = torch.where(is_text, 0.0, torch.finfo(torch.float32).min)
-
     output = model(
         input_ids=batch["input_ids"],
-        attention_mask=attention_mask,
+        # With four dimensions. To look at a mask of two, transformers would wait for the device.
+        attention_mask=batch["attention_mask"][:, None, None, :].bool(),
         decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),
         use_cache=False,
     )
@@ -335,12 +333,7 @@ def load_model(args, config) -> nn.Module:
 def make_meta_model(config) -> nn.Module:
     """The model on the meta device: shapes, no memory."""
     with torch.device("meta"):
-        model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
-        # from_config ties the output layer to the embedding. FLAN-T5's is not tied, which
-        # transformers remembers only as scale_decoder_outputs=False.
-        if not getattr(config, "scale_decoder_outputs", True):
-            model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
-    return model
+        return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
 
 
 def load_config_and_tokenizer(args, articles) -> tuple:
@@ -360,12 +353,12 @@ def load_config_and_tokenizer(args, articles) -> tuple:
         )
         return config, tokenizer
 
-    config = AutoConfig.from_pretrained(args.model)
-    if config.model_type != "t5":
+    config = common.load_pretrained(AutoConfig, args.model)
+    if config.model_type not in ("t5", "mt5", "umt5"):
         raise common.UserError(
             f"--model {args.model} is not a T5; docs/your-model-and-data.md says what to change"
         )
-    return config, AutoTokenizer.from_pretrained(args.model)
+    return config, common.load_tokenizer(args.model)
 
 
 def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> dict:
@@ -395,6 +388,30 @@ def load_data(args) -> tuple:
     train_set = train_set.map(tokenize, batched=True, fn_kwargs=options)
     validation_set = validation_set.map(tokenize, batched=True, fn_kwargs=options)
     return config, tokenizer, train_set, validation_set
+
+
+def steps_on_device(args, world, articles, collate, step: int):
+    """Yield for each step after `step` its articles, as a batch on this rank's device, epoch after
+    epoch. They are the same on any number of processes, and of similar length, because padding is
+    wasted work."""
+    samples_per_step = args.batch_size * args.accumulation_steps  # of this rank
+    sampler = DistributedLengthGroupedSampler(
+        samples_per_step * world.size,
+        num_replicas=world.size,
+        rank=world.rank,
+        seed=args.seed,
+        drop_last=True,  # the articles that do not fill a step: others in each epoch
+        lengths=[len(ids) for ids in articles["input_ids"]],
+    )
+    batch_sampler = BatchSampler(sampler, samples_per_step, drop_last=True)
+    epoch, done = divmod(step, len(batch_sampler))
+    while True:
+        sampler.set_epoch(epoch)
+        batches = list(batch_sampler)
+        random.Random(epoch).shuffle(batches)  # the sampler goes from long to short
+        yield from batches_on_device(articles, batches[done:], collate, world)
+        epoch += 1
+        done = 0
 
 
 def batches_on_device(articles, batches: list[list[int]], collate, world):
@@ -548,20 +565,8 @@ def main(args, world):
     )
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # labels with -100
 
-    # A step has the same articles on any number of processes, if `global_batch` is the same. They
-    # are of similar length, because padding is wasted work.
-    samples_per_step = args.batch_size * args.accumulation_steps  # of this rank
-    global_batch = samples_per_step * world.size
-    sampler = DistributedLengthGroupedSampler(
-        global_batch,
-        num_replicas=world.size,
-        rank=world.rank,
-        seed=args.seed,
-        drop_last=True,  # the articles that do not fill a step: others in each epoch
-        lengths=[len(ids) for ids in train_set["input_ids"]],
-    )
-    batch_sampler = BatchSampler(sampler, samples_per_step, drop_last=True)
-    steps_per_epoch = len(batch_sampler)
+    global_batch = args.batch_size * args.accumulation_steps * world.size
+    steps_per_epoch = len(train_set) // global_batch
     if steps_per_epoch == 0:
         raise common.UserError(
             f"{len(train_set)} articles do not fill a step of {global_batch}; lower --batch-size"
@@ -572,10 +577,15 @@ def main(args, world):
     )
 
     # Model
+    full_model = None
+    if world.rank == 0 or args.fsdp_version == 1:
+        full_model = load_model(args, config)  # on the CPU
     meta_model = make_meta_model(config)
+    common.untie(meta_model, full_model, world)
     log.print(f"model    {args.model}, {common.describe_state(meta_model, world.size)}")
     log.print(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
-    model, optimizer = build(args, world, config)
+    model, optimizer = build(args, world, full_model, meta_model)
+    del full_model
     if args.print_model:
         log.print(str(model))
 
@@ -600,66 +610,57 @@ def main(args, world):
     # Train
     stop = common.StopRequest()
     best_folder = args.output_dir / "best"
-    while step < num_steps:
-        epoch = step // steps_per_epoch
-        sampler.set_epoch(epoch)
-        batches = list(batch_sampler)
-        random.Random(epoch).shuffle(batches)  # the sampler sorts them by length
-        batches = batches[step % steps_per_epoch :][: num_steps - step]
-        last_step = step + len(batches)  # of this epoch
+    totals = torch.zeros(3, device=world.device)  # since the last line
+    start = time.perf_counter()
 
-        totals = torch.zeros(3, device=world.device)  # since the last line
-        start = time.perf_counter()
-        loader = batches_on_device(train_set, batches, collate, world)
-        for batch in log.bar(loader, f"epoch {epoch + 1}", len(batches)):
-            step += 1
-            # A resumed run draws the same dropout; each rank draws its own.
-            torch.manual_seed(hash((args.seed, step, world.rank)))
-            lr = learning_rate(args, step, num_steps, epoch)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
-            totals += step_totals
+    numbers = range(step + 1, num_steps + 1)
+    batches = steps_on_device(args, world, train_set, collate, step)
+    for step in log.bar(numbers, "train", len(numbers)):
+        epoch = (step - 1) // steps_per_epoch
+        lr = learning_rate(args, step, num_steps, epoch)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        batch = next(batches)
+        # A resumed run draws the same dropout; each rank draws its own. Not before next(batches):
+        # the first one draws a number, too.
+        torch.manual_seed(hash((args.seed, step, world.rank)))
+        step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
+        totals += step_totals
 
-            is_last = step == last_step  # it is saved below, after its validation
-            stop_now = not is_last and stop.on_any_rank()
-            checkpoint_due = args.checkpoint_every > 0 and step % args.checkpoint_every == 0
-            save_now = stop_now or (checkpoint_due and not is_last)
-            if save_now or is_last or step % args.log_every == 0:
-                loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
-                record = {
-                    "step": step,
-                    "epoch": epoch + 1,
-                    "loss": loss_sum / num_targets,
-                    "grad_norm": grad_norm.item(),
-                    "lr": lr,
-                    "tokens/s": num_tokens / (time.perf_counter() - start),
-                    "peak_gib": common.peak_gib(world.device),
-                }
-                log.metrics(record)
-                totals.zero_()
-                if save_now:
-                    progress = {"step": step, "global_batch": global_batch, "best_loss": best_loss}
-                    common.save_checkpoint(args.output_dir, progress, args, model, optimizer, world)
-                start = time.perf_counter()  # without the time that saving took
-            if stop_now:
+        stop_now = stop.on_any_rank()
+        epoch_ends = step % steps_per_epoch == 0 or step == num_steps
+        save_now = stop_now
+        if args.checkpoint_every > 0:
+            save_now = stop_now or epoch_ends or step % args.checkpoint_every == 0
+        if save_now or epoch_ends or step % args.log_every == 0:
+            loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
+            record = {
+                "step": step,
+                "epoch": epoch + 1,
+                "loss": loss_sum / num_targets,
+                "grad_norm": grad_norm.item(),
+                "lr": lr,
+                "tokens/s": num_tokens / (time.perf_counter() - start),
+                "peak_gib": common.peak_gib(world.device),
+            }
+            log.metrics(record)
+            totals.zero_()
+
+            if epoch_ends:
+                val_loss = math.inf
+                if args.run_validation:
+                    val_loss = validate(args, world, model, validation_set, collate, log, step)
+                if args.save_model and (val_loss < best_loss or not args.run_validation):
+                    best_loss = val_loss
+                    common.export(model, meta_model, tokenizer, best_folder, world)
+                    log.print(f"saved    the model to {best_folder}, in place of any before it")
+            if save_now:
+                progress = {"step": step, "global_batch": global_batch, "best_loss": best_loss}
+                common.save_checkpoint(args.output_dir, progress, args, model, optimizer, world)
+            if stop_now and step < num_steps:
                 log.print(f"stopped  at step {step}, all is saved: go on with --resume")
                 return
-
-        val_loss = math.inf
-        if args.run_validation:
-            val_loss = validate(args, world, model, validation_set, collate, log, step)
-        if args.save_model and (val_loss < best_loss or not args.run_validation):
-            best_loss = val_loss
-            common.export(model, meta_model, tokenizer, best_folder, world)
-            log.print(f"saved    the model to {best_folder}, in place of any before it")
-        stop_now = stop.on_any_rank()
-        if stop_now or args.checkpoint_every > 0:
-            progress = {"step": step, "global_batch": global_batch, "best_loss": best_loss}
-            common.save_checkpoint(args.output_dir, progress, args, model, optimizer, world)
-        if stop_now and step < num_steps:
-            log.print(f"stopped  at step {step}, all is saved: go on with --resume")
-            return
+            start = time.perf_counter()  # without the time of validation and saving
 
     log.print(f"metrics  {log.path}, run {log.run}")
     is_saved = args.save_model and best_folder.exists()

@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import os
-import random
 import signal
 import socket
 import sys
@@ -254,28 +253,30 @@ def lm_config(args):
     return lm_multinode.load_data(args)[2:]
 
 
+def full_and_meta(script, args, world, config):
+    """What the script's main gives to `build`: the weights, on rank 0, and the shapes."""
+    full_model = script.load_model(args, config) if world.rank == 0 or getattr(args, "fsdp_version", 2) == 1 else None
+    meta_model = script.make_meta_model(config)
+    common.untie(meta_model, full_model, world)
+    return full_model, meta_model
+
+
 def lm_trainer(args, world, config, steps):
     """The model, and a function that makes the next of `steps`: micro-batches of this rank, and positions."""
-    model, optimizer = lm_multinode.build(args, world, config)
+    model, optimizer = lm_multinode.build(args, world, *full_and_meta(lm_multinode, args, world, config))
     return model, lambda: lm_multinode.train_step(args, world, model, optimizer, next(steps)[0])
 
 
 def t5_batches(args, world):
-    """The config, and this rank's batches of an epoch, grouped by length as in the script."""
+    """The config, and this rank's batches, epoch after epoch."""
     config, tokenizer, articles, _ = t5_fsdp.load_data(args)
-    samples_per_step = args.batch_size * args.accumulation_steps
-    lengths = [len(ids) for ids in articles["input_ids"]]
-    options = {"num_replicas": world.size, "rank": world.rank, "drop_last": True, "lengths": lengths}
-    sampler = t5_fsdp.DistributedLengthGroupedSampler(samples_per_step * world.size, **options)
-    batches = list(t5_fsdp.BatchSampler(sampler, samples_per_step, drop_last=True))
-    random.Random(0).shuffle(batches)
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    return config, t5_fsdp.batches_on_device(articles, batches, collate, world)
+    return config, t5_fsdp.steps_on_device(args, world, articles, collate, 0)
 
 
 def t5_trainer(args, world, config, batches):
     """A function that makes a step."""
-    trained = t5_fsdp.build(args, world, config)
+    trained = t5_fsdp.build(args, world, *full_and_meta(t5_fsdp, args, world, config))
     return lambda: t5_fsdp.train_step(args, world, *trained, next(batches))
 
 
