@@ -491,12 +491,13 @@ def load_checkpoint(path: Path, args, must_match: list[str], model, optimizer) -
 
 
 def load_pretrained(kind, name: str):
-    """`kind.from_pretrained(name)`: of a folder, or of the Hub. Raises UserError with the name."""
+    """`kind.from_pretrained(name)`: of a folder, or of the Hub. Raises UserError that names it."""
     try:
         return kind.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as error:
-        place = "" if Path(name).exists() else "is no folder, and as a name on the Hub"
-        raise UserError(f"{name} {place} has no {kind.__name__}: {error}") from error
+    except (OSError, ValueError) as error:
+        place = "" if Path(name).exists() else " is no folder here, and on the Hub it"
+        what = kind.__name__.removeprefix("Auto").lower()
+        raise UserError(f"{name}{place} has no {what} to read: {error}") from error
 
 
 def load_tokenizer(name: str):

@@ -49,6 +49,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 import datasets
 import numpy as np
@@ -345,8 +346,11 @@ def load_config(args):
         text_config = config.get_text_config()
         model = make_meta_model(config)
     except (ValueError, KeyError, NotImplementedError, ImportError) as error:
-        [first, *_] = str(error).strip().splitlines()
-        raise common.UserError(f"--model {args.model} cannot be trained here: {first}") from error
+        [first, *_] = re.split(r"\.\s", str(error).strip())
+        raise common.UserError(
+            f"--model {args.model} is no causal language model that transformers runs with SDPA:"
+            f" {first}"
+        ) from error
 
     reason = None
     if text_config is not config:
@@ -573,10 +577,10 @@ PEAK_TFLOPS = {
 
 def mfu_per_token_per_second(args, world, meta_model) -> float:
     """What a token costs, as a share of what all GPUs can compute in a second. Multiplied by
-    tokens/s it is MFU, Model FLOPs Utilization. 0 where the peak is unknown.
+    tokens/s it is MFU, Model FLOPs Utilization. 0 where either is unknown.
 
-    By PaLM's appendix B (arXiv:2204.02311). An embedding counts only if it is also the output
-    layer, because looking up computes nothing. Of experts those count that a token uses.
+    By PaLM's appendix B (arXiv:2204.02311) backward costs twice what forward does. PyTorch counts
+    forward's products on shapes alone; of experts those that a token uses.
     """
     peak_tflops = args.peak_tflops
     if peak_tflops == 0 and world.device.type == "cuda":
@@ -587,23 +591,16 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     if peak_tflops == 0:
         return 0.0
 
-    config = meta_model.config
-    experts_per_token = getattr(config, "num_experts_per_tok", None)
-    num_parameters = 0
-    for parameter in meta_model.parameters():
-        count = parameter.numel()
-        if experts_per_token and parameter.ndim == 3:  # all experts of a layer
-            count *= experts_per_token / parameter.size(0)
-        num_parameters += count
-    if embedding_and_head(meta_model):
-        num_parameters -= meta_model.get_input_embeddings().weight.numel()
-
-    head_size = getattr(config, "head_dim", None)
-    if head_size is None:
-        head_size = config.hidden_size // config.num_attention_heads
-    width = config.num_attention_heads * head_size
-    attention = 12 * config.num_hidden_layers * width * args.seq_length
-    return (6 * num_parameters + attention) / (peak_tflops * 1e12 * world.size)
+    model = copy.deepcopy(meta_model)
+    model.set_experts_implementation("batched_mm")  # has shapes that do not depend on numbers
+    tokens = torch.ones(1, args.seq_length, dtype=torch.long, device="meta")
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=tokens, use_cache=False)
+    except RuntimeError:  # a few models read numbers all the same
+        return 0.0
+    flops_per_token = 3 * counter.get_total_flops() / args.seq_length
+    return flops_per_token / (peak_tflops * 1e12 * world.size)
 
 
 def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed: float):
