@@ -174,6 +174,11 @@ def lm_num_parameters(name, vocabulary):
         return lm_multinode.make_meta_model(lm_shape(name, vocabulary)).num_parameters()
 
 
+def lm_model(args):
+    """That of a pretrained --model, on the meta device."""
+    return lm_multinode.make_meta_model(lm_multinode.load_config(args))
+
+
 def lm_shape(name, vocabulary):
     config = copy.deepcopy(lm_multinode.MODELS[name])
     config.vocab_size = vocabulary

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from memory_tracker import local
 
@@ -54,6 +54,43 @@ NO_KERNEL = set(
 )
 # These do not read what they write.
 ONLY_WRITE = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"}
+
+
+# What F.grouped_mm is for fake tensors, of which PyTorch's takes none in fp32; nor has that a formula for its FLOPs.
+# transformers computes experts by it: each row of `tokens` is multiplied with one of them, as `offs` says.
+@torch.library.custom_op("will_it_fit::grouped_mm", mutates_args=())
+def grouped_mm(tokens: torch.Tensor, experts: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    return tokens.new_empty(tokens.size(0), experts.size(2))
+
+
+@torch.library.custom_op("will_it_fit::grouped_mm_backward", mutates_args=())
+def grouped_mm_backward(
+    tokens: torch.Tensor, experts: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(tokens), torch.empty_like(experts)
+
+
+def keep_for_backward(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def backward(ctx, gradient) -> tuple:
+    return *grouped_mm_backward(*ctx.saved_tensors, gradient), None
+
+
+grouped_mm.register_fake(grouped_mm._init_fn)
+grouped_mm_backward.register_fake(grouped_mm_backward._init_fn)
+grouped_mm.register_autograd(backward, setup_context=keep_for_backward)
+
+
+@register_flop_formula(torch.ops.will_it_fit.grouped_mm)
+def grouped_mm_flops(tokens, experts, *_, **__) -> int:
+    return 2 * tokens[0] * experts[1] * experts[2]
+
+
+@register_flop_formula(torch.ops.will_it_fit.grouped_mm_backward)
+def grouped_mm_backward_flops(*shapes, **_) -> int:
+    return 2 * grouped_mm_flops(*shapes)
 
 
 def traffic(tensors) -> int:

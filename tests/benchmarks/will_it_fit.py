@@ -50,7 +50,7 @@ from torch.utils._pytree import tree_leaves
 import transformers
 from memory_tracker import KINDS, Tracker
 from shared import ROOT, print_table
-from step_time import GPUS, Gpu, Kernels
+from step_time import GPUS, Gpu, Kernels, grouped_mm
 from tqdm import tqdm
 
 GIB = 2**30
@@ -84,35 +84,52 @@ def load_script(path: str):
 
 
 def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
-    """Of `--model`, without weights."""
-    if args.model == "builtin":  # T5's, with as many words as its tokenizer learns
-        with contextlib.redirect_stdout(io.StringIO()):
-            articles, _ = script.common.load_articles(args.model, "text", "headline", args.max_summary_share)
-        return script.load_config_and_tokenizer(args, articles)[0]
-
+    """Of `--model`, without weights. The script's own UserError where it cannot train such a model."""
     name = args.model.removeprefix("google-t5/")
     if name in T5:
         hidden, width, layers, heads, each = T5[name]
         shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
         return transformers.T5Config(**shape, decoder_start_token_id=0)
 
-    attention = getattr(script, "ATTENTION", None)  # T5 has none of its own
-    from_the_start = getattr(script, "MODELS", {})
-    if name in from_the_start:
-        config = copy.deepcopy(from_the_start[name])
+    if name in getattr(script, "MODELS", {}):
+        config = copy.deepcopy(script.MODELS[name])
         config.vocab_size = vocabulary
         config.max_position_embeddings = args.seq_length
-        config._attn_implementation = attention
+        config._attn_implementation = script.ATTENTION
         return config
-    return transformers.AutoConfig.from_pretrained(args.model, attn_implementation=attention)
+
+    if hasattr(script, "load_config"):
+        return script.load_config(args)
+    articles = None
+    if args.model == "builtin":  # has as many words as its tokenizer learns from the articles
+        with contextlib.redirect_stdout(io.StringIO()):
+            articles, _ = script.common.load_articles(args.model, "text", "headline", args.max_summary_share)
+    script.common.load_tokenizer = lambda _: None  # the folder need not have one
+    return script.load_config_and_tokenizer(args, articles)[0]
 
 
-def gpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
-    """The kernel that PyTorch takes on a GPU: flash attention, or the memory-efficient one for fp32 and for masks."""
+def make_meta_model(script, world, config):
+    """What the script's main gives to `build`. Which weights a checkpoint holds twice, only its weights tell: here the
+    output layer of FLAN-T5 and T5 v1.1, whose config has scale_decoder_outputs=False, of mT5 and of UMT5."""
+    meta_model = script.make_meta_model(config)
+    if config.model_type in ("mt5", "umt5") or not getattr(config, "scale_decoder_outputs", True):
+        tied = meta_model.all_tied_weights_keys.keys() - {"lm_head.weight"}
+        script.common.untie(meta_model, argparse.Namespace(all_tied_weights_keys=tied), world)
+    return meta_model
+
+
+def gpu_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+) -> torch.Tensor:
+    """The kernel that PyTorch takes on a GPU: flash attention, or the memory-efficient one for fp32 and for masks, which
+    takes no groups of heads; PyTorch then computes in single steps."""
+    aten = torch.ops.aten
     if attn_mask is None and query.dtype != torch.float32:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        math = aten._scaled_dot_product_attention_math
+        return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
+    efficient = aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
@@ -179,15 +196,15 @@ class Run:
         self.world = self.script.common.World(0, 0, self.size, on_node, torch.device("cpu"))
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.size)
-        # Without fake tensors: a mesh has real numbers, and peft could not move an adapter to the meta device.
-        for name in ("init_device_mesh", "make_meta_model"):
-            setattr(self.script, name, unset_fake_temporarily()(getattr(self.script, name)))
-        self.script.load_model = lambda *_: None
+        # A mesh has real numbers.
+        self.script.init_device_mesh = unset_fake_temporarily()(self.script.init_device_mesh)
         self.script.common.load_weights = lambda model, *_: model.to_empty(device="cpu")
         self.config = config_of(self.script, self.args, options.vocabulary)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # make_meta_model makes others
+        meta_model = make_meta_model(self.script, self.world, self.config)
+        meta_model.__deepcopy__ = lambda _: meta_model  # `build` may have it: FakeTensorMode cannot copy its buffers
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # meta_model has others
         with self.fake:
-            self.model, self.optimizer = self.script.build(self.args, self.world, self.config)
+            self.model, self.optimizer = self.script.build(self.args, self.world, None, meta_model)
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
@@ -255,6 +272,7 @@ class Run:
             batch = self.longest_batch()
             tracker = Tracker(self.model, self.optimizer, at, self.args.cpu_offload)
             ends.enter_context(mock.patch.object(torch.Tensor, "backward", in_backward))
+            ends.enter_context(mock.patch.object(F, "grouped_mm", grouped_mm))
             if self.options.attention == "gpu":
                 ends.enter_context(mock.patch.object(F, "scaled_dot_product_attention", gpu_attention))
                 ends.enter_context(mock.patch.object(F, "dropout", gpu_dropout))

@@ -1,0 +1,227 @@
+"""Models as strangers bring them: any causal language model of transformers, any T5, each with tiny random weights.
+
+Their losses are those of plain transformers, with the model's own eager attention; the same on one and two processes,
+under each strategy, and after a resume on another number of processes.
+"""
+
+import itertools
+import math
+from argparse import Namespace
+
+import torch
+import torch.nn.functional as F
+
+import pytest
+from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, VERSIONS, curve, fsdp, make_model, make_tokenizer, run_many
+from test_resume import load_and_validate
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MixtralConfig,
+    MT5Config,
+    OPTConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    T5Config,
+    UMT5Config,
+)
+
+from inside import LM_STRATEGIES, lm_held_out, lm_mfu_per_token_per_second, lm_model, parse, world_of
+
+LENGTH = 32
+STEPS = 3
+LM = ("--seq-length", LENGTH, "--global-batch-size", 12, "--micro-batch-size", 1, "--num-validation-texts", 3)
+LM = (*LM, "--max-steps", STEPS, "--warmup-steps", 1, "--lr", 2e-3, "--log-every", 1, "--precision", "fp32")
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"vocab_size": 1024, "max_position_embeddings": 64, "bos_token_id": None, "pad_token_id": 0, "eos_token_id": 1}
+GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 1024, "eos_token_id": 1}
+OPT = {**SHAPE, "word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0}
+SLIDING = ["sliding_attention", "full_attention"]
+CAUSAL = {
+    "gpt2": GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "gpt_neox": GPTNeoXConfig(**SHAPE),
+    "opt": OPTConfig(**OPT),
+    "phi": PhiConfig(**SHAPE),
+    "llama": LlamaConfig(**GROUPED),
+    "qwen2": Qwen2Config(**GROUPED),
+    "qwen3": Qwen3Config(**GROUPED, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(**GROUPED, sliding_window=LENGTH, layer_types=SLIDING),
+    "lfm2": Lfm2Config(**SHAPE, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+    # Two or four processes cannot divide three experts.
+    "mixtral": MixtralConfig(**GROUPED, num_local_experts=3, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(**GROUPED, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory):
+    """A folder with a model of each kind."""
+    root = tmp_path_factory.mktemp("causal")
+    make_tokenizer(root / "tokenizer")
+    for name, config in CAUSAL.items():
+        torch.manual_seed(0)
+        config.initializer_range = 0.2
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+        tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
+        if name == "gemma3":  # as the published ones: a token for images is behind the end of the embedding
+            tokenizer.add_tokens([f"<unused{number}>" for number in range(len(tokenizer), 1024)])
+            tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
+            assert len(tokenizer) == 1025
+        tokenizer.save_pretrained(root / name)
+
+    # Tied by its config, but two weights in its file: transformers does not tie them.
+    model = AutoModelForCausalLM.from_pretrained(root / "qwen2")
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(root / "qwen2")
+    return root
+
+
+def eager_loss(folder):
+    """The validation loss, with nothing but transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = lm_held_out(parse("lm_multinode.py", *LM), tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(torch.from_numpy(rows["input_ids"])).logits
+    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows["labels"]).flatten()).item()
+
+
+def check_model(model, folder):
+    """The validation losses before and after training are those of the folders that were read and written."""
+    before, *_, after = curve(folder, "val_loss")
+    assert before == pytest.approx(eager_loss(model), **CLOSE), folder
+    assert after == pytest.approx(eager_loss(folder / "model"), **CLOSE), folder
+    assert abs(after - before) > 1e-3, folder
+
+
+def check_same(folder, other):
+    """Two runs have computed the same in other ways."""
+    assert curve(folder)[0] == pytest.approx(curve(other)[0], **CLOSE), folder
+    assert curve(folder) == pytest.approx(curve(other), **AFTER_ADAM), folder
+    assert curve(folder, "grad_norm") == pytest.approx(curve(other, "grad_norm"), rel=1e-3), folder
+
+
+def test_any_causal_model_trains_as_transformers_has_it(causal, tmp_path):
+    for processes in (1, 2):
+        settings = {tmp_path / f"{name}-{processes}": (*LM, "--model", causal / name) for name in CAUSAL}
+        run_many("lm_multinode.py", settings, processes)
+    for name in CAUSAL:
+        check_model(causal / name, tmp_path / f"{name}-2")
+        check_same(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma3", "mixtral"])
+def test_under_each_strategy_recomputing_offloading_and_resumed(name, causal, tmp_path):
+    """On four processes, while accumulating; resumed by two."""
+    flags = (*LM, "--model", causal / name)
+    run_many("lm_multinode.py", {tmp_path / "one": flags}, 1)
+    settings = {}
+    for strategy in LM_STRATEGIES:
+        settings[tmp_path / strategy] = (*flags, "--sharding-strategy", strategy, "--shards-per-replica", 2)
+    settings[tmp_path / "every"] = (*flags, "--gradient-sync", "every")
+    settings[tmp_path / "recomputing"] = (*flags, "--activation-checkpointing", "--cpu-offload")
+    settings[tmp_path / "resumed"] = (*flags, "--checkpoint-every", 2)
+    run_many("lm_multinode.py", settings, 4)
+    for folder in settings:
+        check_model(causal / name, folder)
+        check_same(folder, tmp_path / "one")
+
+    # From step 2, as if the run had been stopped there.
+    for path in (tmp_path / "resumed" / "checkpoints").glob(f"step-*{STEPS}"):
+        (path / ".metadata").unlink()
+    run_many("lm_multinode.py", {tmp_path / "resumed": (*flags, "--checkpoint-every", 2, "--resume")}, 2)
+    check_model(causal / name, tmp_path / "resumed")
+    assert curve(tmp_path / "resumed")[STEPS] == pytest.approx(curve(tmp_path / "one")[STEPS - 1], **AFTER_ADAM)
+
+
+@pytest.mark.long
+def test_compiled_models_keep_their_losses(causal, tmp_path):
+    """Into graphs that are run as they are: machine code is made in test_fsdp.py. Validation has a part that is not
+    full, and needs no graph of its own."""
+    names = ("gpt2", "gpt_neox", "gemma3", "qwen3_moe")
+    flags = (*LM, "--micro-batch-size", 3, "--activation-checkpointing", "--max-steps", 1)
+    plain = {tmp_path / name: (*flags, "--model", causal / name) for name in names}
+    run_many("lm_multinode.py", plain, 2)
+    for name in names:
+        compiled = {tmp_path / f"{name}-compiled": (*flags, "--model", causal / name, "--compile")}
+        run_many("lm_multinode.py", compiled, 2, change=("capture_graphs",))
+        check_same(tmp_path / f"{name}-compiled", tmp_path / name)
+
+
+def test_mfu_counts_what_a_token_computes(causal):
+    """PaLM's formula; of experts those that a token uses."""
+    for name, of_experts in {"llama": 1, "gpt_neox": 1, "mixtral": 2 / 3, "qwen3_moe": 2 / 4}.items():
+        model = lm_model(parse("lm_multinode.py", *LM, "--model", causal / name))
+        count = sum(p.numel() * (of_experts if p.ndim == 3 else 1) for p in model.parameters() if p.ndim > 1)
+        count -= model.get_input_embeddings().weight.numel()
+        flops = 6 * count + 12 * SHAPE["num_hidden_layers"] * SHAPE["hidden_size"] * LENGTH
+        share = lm_mfu_per_token_per_second(Namespace(peak_tflops=1, seq_length=LENGTH), world_of(), model)
+        assert 1e12 * share == pytest.approx(flops, rel=1e-6), name
+
+
+# ---- T5 --------------------------------------------------------------------------------------------------------------
+T5 = ("--num-train-samples", 24, "--num-validation-samples", 0, "--batch-size", 4, "--max-steps", 2, "--lr", 1e-3)
+T5 = (*T5, "--max-target-length", 15, "--log-every", 1, "--precision", "fp32")
+
+
+def make_t5(folder, config_class, is_tied, vocab_size=1024):
+    """A T5 of another kind, with the same shape and tokenizer."""
+    make_model(folder)
+    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": 0.0}
+    shape |= {"vocab_size": vocab_size, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(config_class(**shape))
+    if not is_tied:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) / 8)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.long
+def test_any_t5_trains_and_keeps_its_output_layer(articles_csv, tmp_path):
+    """In both versions of FSDP, on one and two processes."""
+    models = {
+        "t5": make_model(tmp_path / "t5"),
+        "flan": make_model(tmp_path / "flan", tie_word_embeddings=False, feed_forward_proj="gated-gelu"),
+        "mt5": make_t5(tmp_path / "mt5", MT5Config, is_tied=False),
+        "mt5-tied": make_t5(tmp_path / "mt5-tied", MT5Config, is_tied=True),
+        "umt5": make_t5(tmp_path / "umt5", UMT5Config, is_tied=False),
+        "byt5": make_t5(tmp_path / "byt5", T5Config, is_tied=False, vocab_size=384),
+    }
+    for file in models["byt5"].glob("tokenizer*"):
+        file.unlink()
+    ByT5Tokenizer().save_pretrained(models["byt5"])
+
+    for processes in (1, 2):
+        shared = (*T5, "--dataset", articles_csv, "--batch-size", 8 // processes)
+        settings = {}
+        for name, version in itertools.product(models, VERSIONS):
+            folder = tmp_path / f"{name}-{version}-{processes}"
+            settings[folder] = (*shared, "--model", models[name], *fsdp(version))
+        run_many("t5_fsdp.py", settings, processes)
+
+    for name, model in models.items():
+        plain, loss = load_and_validate(model, articles_csv)
+        for version, processes in itertools.product(VERSIONS, (1, 2)):
+            folder = tmp_path / f"{name}-{version}-{processes}"
+            check_same(folder, tmp_path / f"{name}-2-1")
+            assert curve(folder, "val_loss")[0] == pytest.approx(loss, **CLOSE), folder
+            if version not in SAVE_ON_CPU:
+                continue
+            exported, loss_after = load_and_validate(folder / "best", articles_csv)
+            assert min(curve(folder, "val_loss")[1:]) == pytest.approx(loss_after, **CLOSE), folder
+            assert exported.num_parameters() == plain.num_parameters(), folder
+            moved = (exported.lm_head.weight - plain.lm_head.weight).abs().max().item()
+            assert moved > 1e-4 and not math.isnan(moved), folder
