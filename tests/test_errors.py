@@ -9,7 +9,7 @@ import torch
 
 import pytest
 from conftest import hub, make_model, run, write_mnist
-from transformers import LlamaConfig
+from transformers import AutoConfig, GPT2Config, LlamaConfig, T5Config
 
 from inside import train_tokenizer
 
@@ -31,7 +31,8 @@ USUAL = [
     ("t5_fsdp.py --text-column body", 1, "--dataset builtin", "body"),
     (f"{T5} --batch-size 500", 2, "1000", "--batch-size"),
     (f"{T5} --model bert", 1, "--model bert", "docs/your-model-and-data.md"),
-    (f"{T5} --model ./absent", 1, "./absent"),
+    (f"{T5} --model some/absent", 1, "some/absent is no folder here"),
+    (f"{T5} --model t5-bare", 2, "t5-bare has no tokenizer"),
     ("t5_fsdp.py --backward-prefetch post", 1, "--backward-prefetch", "--fsdp-version 1"),
     ("lm_multinode.py --dataset absent*.jsonl", 1, "absent*.jsonl"),
     ("lm_multinode.py --dataset columns.jsonl", 2, "--dataset columns.jsonl", "text", "body"),
@@ -39,6 +40,7 @@ USUAL = [
     ("lm_multinode.py --dataset few.jsonl", 1, "--dataset few.jsonl", "too few texts"),
     ("lm_multinode.py --global-batch-size 20", 2, "--global-batch-size", "--micro-batch-size"),
     ("lm_multinode.py --model short --seq-length 65", 1, "--model short", "--seq-length of 64"),
+    ("lm_multinode.py --model some/absent", 2, "some/absent is no folder here"),
     (f"{HYBRID} --shards-per-replica 2", 3, "--shards-per-replica"),
     ("mnist_fsdp.py --batch-size 9999", 2, "--batch-size of 9999"),
     ("mnist_fsdp.py --mode local", 2, "--mode local", "python", "torchrun"),
@@ -50,6 +52,8 @@ RARE = [
     ("t5_fsdp.py --fsdp-version 1 --cpu-offload", 1, "--fsdp-version 2"),
     (f"{T5} --lr 1e30 --precision fp32 --no-run-validation --batch-size 2 --checkpoint-every 4", 1, "finite", "--lr"),
     ("t5_fsdp.py --dataset someone/absent", 1, "someone/absent"),
+    ("lm_multinode.py --model small --seq-length 64", 1, "--model small knows 9 tokens", "--tokenizer"),
+    ("lm_multinode.py --tokenizer some/absent", 1, "some/absent is no folder here"),
     ("lm_multinode.py --dataset c4", 1, "c4"),
     (f"{MNIST} mnist --lr 1e30 --epochs 1 --model shallow --batch-size 16", 2, "finite", "--lr"),
     ("lm_multinode.py --dataset short.jsonl --seq-length 2048", 1, "texts", "--seq-length"),
@@ -100,6 +104,9 @@ def files(tmp_path_factory, articles_csv):
     (folder / "bert" / "config.json").write_text('{"model_type": "bert"}')
     train_tokenizer(["0 1"], 300, append_eos=False).save_pretrained(folder / "short")
     LlamaConfig(max_position_embeddings=64).save_pretrained(folder / "short")
+    train_tokenizer(["0 1"], 300, append_eos=False).save_pretrained(folder / "small")
+    LlamaConfig(vocab_size=9).save_pretrained(folder / "small")
+    T5Config().save_pretrained(folder / "t5-bare")
     write_mnist(folder / "mnist")
     return folder
 
@@ -137,6 +144,38 @@ def test_a_mistake_is_one_sentence(command, processes, words, here):
 def test_a_file_without_usable_texts(name, content, word, here):
     Path(name).write_bytes(content)
     refuse("t5_fsdp.py", "--dataset", name, words=[word])
+
+
+# Models that the LM cannot train, and what the sentence names.
+REFUSED = {
+    "gemma2": "SDPA",
+    "gpt_oss": "SDPA",
+    "bloom": "SDPA",
+    "mamba": "SDPA",
+    "falcon": "SDPA",
+    "t5": "AutoModelForCausalLM",
+    "biogpt": "no layers",
+    "gemma3": "gemma3_text",
+    "bert": "no causal language model",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_cannot_be_trained(kind, here, tmp_path):
+    """Before its tokenizer, its weights or the data are read: there are none."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    flags = ("--model", tmp_path, "--dataset", "absent.jsonl", "--num-processes", 1)
+    refuse("lm_multinode.py", *flags, words=[str(tmp_path), REFUSED[kind]])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config_class", [GPT2Config, LlamaConfig, T5Config])
+def test_a_folder_without_a_tokenizer(config_class, here, tmp_path):
+    """transformers makes an empty one, or refuses in several lines."""
+    config_class().save_pretrained(tmp_path)
+    script = "t5_fsdp.py" if config_class is T5Config else "lm_multinode.py"
+    refuse(script, "--model", tmp_path, words=[f"{tmp_path} has no tokenizer"])
 
 
 def test_rank_without_the_other_variables_of_torchrun(here):
