@@ -12,9 +12,10 @@ from torch._subclasses import FakeTensorMode
 import matplotlib.pyplot as plt
 import pytest
 import will_it_fit
-from conftest import ROOT, run_many
+from conftest import ROOT, make_tokenizer, run_many
 from shared import patched
 from step_time import ATTENTION_SHARE, FP32_ATTENTION_SHARE, GPUS, MEMORY_SHARE, PRODUCTS_SHARE, Kernels
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
 
 from inside import LM_WIDER
 
@@ -28,6 +29,7 @@ ZERO2 = ("--sharding-strategy", "SHARD_GRAD_OP")
 CASES = (
     ("--precision", "bf16", "--activation-checkpointing", "--global-batch-size", 8),
     ("--sharding-strategy", "_HYBRID_SHARD_ZERO2", "--shards-per-replica", 1, "--global-batch-size", 16),
+    ("--gradient-sync", "every", "--global-batch-size", 16),
 )
 
 
@@ -147,8 +149,25 @@ def check(script, settings, processes, tmp_path):
 
 @pytest.mark.long
 def test_the_prediction_is_what_a_real_step_holds(tmp_path):
-    """With one micro-batch in a step, and with two, which hold whole gradients."""
+    """With one micro-batch in a step, and with two, which hold whole gradients, or their shards: --gradient-sync every."""
     check("lm_multinode.py", [(*LM, *more) for more in CASES], 2, tmp_path)
+
+
+@pytest.mark.long
+def test_the_prediction_is_what_other_models_hold(tmp_path):
+    """Replicas of two processes, which cannot divide three experts, reduce in both micro-batches; GPT-2 is tied."""
+    tiny = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tiny |= {"vocab_size": 1024, "num_key_value_heads": 4}
+    experts = MixtralConfig(**tiny, num_local_experts=3, num_experts_per_tok=2)
+    gpt2 = GPT2Config(vocab_size=1024, n_embd=128, n_layer=2, n_head=4)
+    settings = []
+    for config in (experts, gpt2):
+        folder = tmp_path / config.model_type
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        make_tokenizer(folder)
+        flags = ("--model", folder, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2)
+        settings.append((*LM, *flags, "--global-batch-size", 32))
+    check("lm_multinode.py", settings, 4, tmp_path)
 
 
 @pytest.mark.long
@@ -172,19 +191,23 @@ def test_frozen_weights_have_no_gradients(name, tiny_model, tiny_llama, articles
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "FULL_SHARD every", "HYBRID_SHARD", "NO_SHARD"])
 def test_what_is_sent_is_what_the_formulas_say(strategy):
     """Those of docs/multi-node.md: two micro-batches in bf16 on two nodes of two processes."""
-    flags = ("--sharding-strategy", strategy, "--precision", "bf16", "--num-processes", 4, "--global-batch-size", 32)
+    name, _, sync = strategy.partition(" ")
+    flags = ("--sharding-strategy", name, "--precision", "bf16", "--num-processes", 4, "--global-batch-size", 32)
+    flags = (*flags, "--gradient-sync", sync or "last")
     options = Namespace(vocabulary=2048, per_node=2, attention="gpu")
     with will_it_fit.traced("lm_multinode.py", flags, options) as run:
         whole, layers = (sum(p.numel() for p in part.parameters()) for part in (run.model, run.model.model.layers))
         cost = run.cost()
     gathered, reduced = 2 * 2 * (whole + layers), 4 * whole
     everything = 3 / 4 * (gathered + reduced)  # leaves a node once, of two processes
-    in_replica = 1 / 2 * (gathered + reduced)
+    in_replica = 1 / 2 * (gathered + 2 * reduced)  # after each micro-batch
+    every = 3 / 4 * (gathered + 2 * reduced)
     expected = {
         "FULL_SHARD": (everything / 2, everything / 2),
+        "FULL_SHARD every": (every / 2, every / 2),
         "HYBRID_SHARD": (in_replica, reduced / 2),
         "NO_SHARD": (3 / 4 * reduced, 3 / 4 * reduced),
     }

@@ -121,8 +121,8 @@ def make_meta_model(script, world, config):
 def gpu_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> torch.Tensor:
-    """The kernel that PyTorch takes on a GPU: flash attention, or the memory-efficient one for fp32 and for masks, which
-    takes no groups of heads; PyTorch then computes in single steps."""
+    """The kernel that PyTorch takes on a GPU: flash attention, or the memory-efficient one for fp32 and for masks. The
+    second takes no groups of heads; PyTorch then computes in single steps."""
     aten = torch.ops.aten
     if attn_mask is None and query.dtype != torch.float32:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
