@@ -149,7 +149,7 @@ def check(script, settings, processes, tmp_path):
 
 @pytest.mark.long
 def test_the_prediction_is_what_a_real_step_holds(tmp_path):
-    """With one micro-batch in a step, and with two, which hold whole gradients, or their shards: --gradient-sync every."""
+    """With one micro-batch, and with two, which hold whole gradients, or shards of them with --gradient-sync every."""
     check("lm_multinode.py", [(*LM, *more) for more in CASES], 2, tmp_path)
 
 
