@@ -18,7 +18,21 @@ import torch.nn.functional as F
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from conftest import CLOSE, ROOT, VERSIONS, check_curves, curve, fsdp, make_model, records, run_many, succeed, write_csv
+from conftest import (
+    CLOSE,
+    CURVES,
+    ROOT,
+    VERSIONS,
+    check_curves,
+    curve,
+    fsdp,
+    make_llama,
+    make_model,
+    records,
+    run_many,
+    succeed,
+    write_csv,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from plain import (
     adamw,
@@ -37,6 +51,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     BartConfig,
+    GraniteConfig,
     M2M100Config,
 )
 
@@ -199,6 +214,33 @@ def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
     script.write_text(script.read_text().replace("dtype=torch.float32)", f"dtype=torch.{dtype})"))
     variants = VARIANTS if dtype == "float32" else {"fsdp2": ("--no-save-model",)}
     check_training(script, flags, plain, load, tmp_path, variants)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_loss_in_chunks_is_that_of_whole_logits(is_tied, tmp_path):
+    """On one and two processes, compiled into graphs, recomputing."""
+    flags = (*LM, "--model", make_llama(tmp_path / "model", tie_word_embeddings=is_tied))
+    script = patched(tmp_path / "copy", "lm-chunked-loss") / "lm_multinode.py"
+    script.write_text(script.read_text().replace("CHUNK = 512", "CHUNK = 24"))  # 64 tokens in a micro-batch
+    run_many("lm_multinode.py", {tmp_path / "whole": flags}, 2)
+    for processes in (1, 2):
+        run_many(script, {tmp_path / f"chunks{processes}": flags}, processes)
+    compiled = (*flags, "--compile", "--activation-checkpointing")
+    run_many(script, {tmp_path / "compiled": compiled}, 2, change=("capture_graphs",))
+    for name in ("chunks1", "chunks2", "compiled"):
+        check_curves(tmp_path / name, [curve(tmp_path / "whole", curve_name) for curve_name in CURVES])
+
+
+@pytest.mark.long
+def test_a_loss_in_chunks_refuses_a_model_that_changes_its_logits(tiny_llama, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = GraniteConfig(**sizes, vocab_size=1024, logits_scaling=2.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "granite")
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "granite")
+    script = patched(tmp_path / "copy", "lm-chunked-loss") / "lm_multinode.py"
+    finished = run_many(script, [[*LM, "--model", tmp_path / "granite"]], 2, check=False)
+    assert finished.returncode == 2 and "granite" in finished.stderr and "Traceback" not in finished.stderr
 
 
 # ---- fp16, and DiLoCo ------------------------------------------------------------------------------------------------

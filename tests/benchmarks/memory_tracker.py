@@ -44,7 +44,8 @@ class Tracker(TorchDispatchMode):
         self.kinds = {}
 
         groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-        self.sharded = [parameter for group in groups if group for parameter in group.fsdp_params]
+        self.groups = [group for group in groups if group]
+        self.sharded = [parameter for group in self.groups for parameter in group.fsdp_params]
         # FSDP2 gathers into these storages, and frees them by making them empty.
         self.gathered = {}
         for parameter in self.sharded:
@@ -64,7 +65,8 @@ class Tracker(TorchDispatchMode):
         moments = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         accumulated = [p.unsharded_accumulated_grad for p in self.sharded]
         of_shards = [p.grad for p in parameters if p.grad is not None]
-        of_units = [g for g in [*(p.grad for p in whole), *accumulated] if g is not None]
+        of_replicas = [group._partial_reduce_output for group in self.groups]  # until all replicas share them
+        of_units = [g for g in [*(p.grad for p in whole), *accumulated, *of_replicas] if g is not None]
         return {
             "parameters": parameters + (of_shards if self.offloads else []),
             "optimizer state": moments,
