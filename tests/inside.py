@@ -236,7 +236,9 @@ lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
 
 def lm_peak_tflops(device_name):
     """What the script takes for the peak of a GPU; 0 if it does not know it."""
-    model = lm_multinode.make_meta_model(lm_multinode.MODELS["tiny"])
+    config = lm_shape("tiny", vocabulary=1000)
+    config._attn_implementation = lm_multinode.ATTENTION  # another one reads numbers
+    model = lm_multinode.make_meta_model(config)
     world = world_of()._replace(device=torch.device("cuda"))
     shares = []
     for flags in (("--peak-tflops", 1), ()):
