@@ -522,7 +522,8 @@ def untie(meta_model, full_model, world):
         tied = set(full_model.all_tied_weights_keys)
     for name in meta_model.all_tied_weights_keys.keys() - from_rank0(tied):
         module = meta_model.get_submodule(name.removesuffix(".weight"))
-        module.weight = torch.nn.Parameter(torch.empty_like(module.weight))
+        is_trained = module.weight.requires_grad  # not with LoRA
+        module.weight = torch.nn.Parameter(torch.empty_like(module.weight), is_trained)
 
 
 def load_weights(model, full_model, world, offload: bool):

@@ -12,10 +12,11 @@ from torch._subclasses import FakeTensorMode
 import matplotlib.pyplot as plt
 import pytest
 import will_it_fit
-from conftest import ROOT, make_tokenizer, run_many
+from conftest import ROOT, make_model, make_tokenizer, run_many
 from shared import patched
-from step_time import ATTENTION_SHARE, FP32_ATTENTION_SHARE, GPUS, MEMORY_SHARE, PRODUCTS_SHARE, Kernels
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
+from step_time import ATTENTION_SHARE, FP32_ATTENTION_SHARE, GPUS, MEMORY_SHARE, PRODUCTS_SHARE, Kernels, grouped_mm
+from test_models import CAUSAL, LENGTH, SHAPE
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, MT5Config, T5Config, UMT5Config
 
 from inside import LM_WIDER
 
@@ -81,6 +82,10 @@ def test_a_kernel_takes_as_long_as_its_arithmetic_or_its_traffic():
         whole = query.float()
         attention = seconds(lambda: will_it_fit.gpu_attention(whole, whole, whole))
         assert attention == (1, pytest.approx(attention_flops / (FP32_ATTENTION_SHARE * 156e12)), 0)
+        two = whole[:, :2]  # heads, for groups of four: in fp32 no fused kernel takes them
+        assert seconds(lambda: will_it_fit.gpu_attention(whole, two, two, enable_gqa=True))[0] > 2
+        experts = seconds(lambda: grouped_mm(y, torch.empty(8, 4096, 512, dtype=torch.bfloat16), torch.empty(8)))
+        assert experts == (1, pytest.approx(2 * 4096 * 4096 * 512 / products), 0)  # each row is of one expert
 
 
 def test_a_gpus_dropout_keeps_one_byte_for_a_number():
@@ -155,7 +160,8 @@ def test_the_prediction_is_what_a_real_step_holds(tmp_path):
 
 @pytest.mark.long
 def test_the_prediction_is_what_other_models_hold(tmp_path):
-    """Replicas of two processes, which cannot divide three experts, reduce in both micro-batches; GPT-2 is tied."""
+    """Replicas of two processes, which cannot divide three experts, reduce in both micro-batches; GPT-2 is tied. With
+    few tokens, the peak is that of parameters and gradients."""
     tiny = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     tiny |= {"vocab_size": 1024, "num_key_value_heads": 4}
     experts = MixtralConfig(**tiny, num_local_experts=3, num_experts_per_tok=2)
@@ -166,17 +172,47 @@ def test_the_prediction_is_what_other_models_hold(tmp_path):
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         make_tokenizer(folder)
         flags = ("--model", folder, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2)
-        settings.append((*LM, *flags, "--global-batch-size", 32))
+        settings.append((*LM, *flags, "--seq-length", 32, "--micro-batch-size", 1, "--global-batch-size", 8))
     check("lm_multinode.py", settings, 4, tmp_path)
 
 
 @pytest.mark.long
 def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv, tmp_path):
-    """The last one is the model that the script makes itself."""
+    """The second is like FLAN-T5, with an output layer of its own. The last is what the script makes itself."""
     tiny = (*T5, "--model", tiny_model, "--dataset", articles_csv)
     grad_bf16 = ("--precision", "grad-bf16", "--accumulation-steps", 2)
-    ways = [(*tiny, *grad_bf16, *ZERO2), (*T5, "--activation-checkpointing", "--backward-prefetch", "none")]
+    flan = ("--model", make_model(tmp_path / "flan", tie_word_embeddings=False))
+    ways = [
+        (*tiny, *grad_bf16, *ZERO2),
+        (*tiny, *flan),
+        (*T5, "--activation-checkpointing", "--backward-prefetch", "none"),
+    ]
     check("t5_fsdp.py", ways, 2, tmp_path)
+
+
+@pytest.mark.long
+def test_a_folder_with_a_config_suffices(tmp_path):
+    """Of any model. Of experts a token computes those that it uses; mT5 and UMT5 have an output layer of their own."""
+    for name, config in CAUSAL.items():
+        config.save_pretrained(tmp_path / name)
+        flags = ("--model", tmp_path / name, "--seq-length", LENGTH, "--num-processes", 4)
+        with will_it_fit.traced("lm_multinode.py", flags, GPU) as run:
+            cost = run.cost()
+        of_experts = {"mixtral": 2 / 3, "qwen3_moe": 2 / 4}.get(name)
+        if of_experts:
+            count = sum(p.numel() * (of_experts if p.ndim == 3 else 1) for p in run.model.parameters() if p.ndim > 1)
+            count -= run.model.get_input_embeddings().weight.numel()
+            attention = 14 * SHAPE["num_hidden_layers"] * SHAPE["hidden_size"] * LENGTH
+            assert cost["flops"] == pytest.approx(4 * LENGTH * (6 * count + attention), rel=0.01), name
+
+    for config_class in (T5Config, MT5Config, UMT5Config):
+        config = config_class(vocab_size=1024, d_model=32, d_kv=8, num_heads=4, d_ff=64, num_layers=2)
+        config.decoder_start_token_id = 0
+        config.save_pretrained(tmp_path / config.model_type)
+        with will_it_fit.traced("t5_fsdp.py", ("--model", tmp_path / config.model_type), GPU) as run:
+            is_tied = run.model.lm_head.weight is run.model.shared.weight
+            assert is_tied == (config_class is T5Config)
+            assert run.model.encoder.embed_tokens.weight is run.model.shared.weight
 
 
 @pytest.mark.long
@@ -218,7 +254,7 @@ def test_what_is_sent_is_what_the_formulas_say(strategy):
 
 
 @pytest.mark.long
-def test_sweeps_offload_and_the_largest_batch():
+def test_sweeps_offload_and_the_largest_batch(tiny_llama):
     tiny = ("lm_multinode.py", "--model", "tiny", "--num-processes", 4)
     ways = [("--sweep", "micro-batch-size=1,4"), ("--cpu-offload",), ("--device-gb", 1)]
     ways.append(("--sweep", "sharding-strategy", "--processes-per-node", 2, "--network-gbits", 1, "--device-gb", 1))
@@ -252,6 +288,8 @@ def test_sweeps_offload_and_the_largest_batch():
             assert (run.peak() <= 0.9 * 2**30) == (size == largest)  # a tenth is to spare
     mistakes = {
         "lm_multinode.py --model absent": "huggingface.co",
+        f"lm_multinode.py --model {tiny_llama} --seq-length 4096": "--seq-length of 2048",  # the script's own sentences
+        f"t5_fsdp.py --model {tiny_llama}": "is not a T5",
         "t5_fsdp.py --fsdp-version 1": "FSDP1",
         "t5.py": "t5.py",
         "mnist_fsdp.py": "t5_fsdp.py",

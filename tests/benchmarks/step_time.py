@@ -56,18 +56,22 @@ NO_KERNEL = set(
 ONLY_WRITE = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"}
 
 
-# What F.grouped_mm is for fake tensors, of which PyTorch's takes none in fp32; nor has that a formula for its FLOPs.
-# transformers computes experts by it: each row of `tokens` is multiplied with one of them, as `offs` says.
-@torch.library.custom_op("will_it_fit::grouped_mm", mutates_args=())
-def grouped_mm(tokens: torch.Tensor, experts: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+# ---- Experts: what F.grouped_mm is for fake tensors ------------------------------------------------------------------
+
+# transformers computes experts by it: each row of `tokens` is multiplied with one of them, as `offs` says. PyTorch's
+# own takes no fake tensors in fp32, and has no formula for its FLOPs.
+
+
+def product(tokens: torch.Tensor, experts: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     return tokens.new_empty(tokens.size(0), experts.size(2))
 
 
-@torch.library.custom_op("will_it_fit::grouped_mm_backward", mutates_args=())
-def grouped_mm_backward(
-    tokens: torch.Tensor, experts: torch.Tensor, gradient: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gradients(tokens: torch.Tensor, experts: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(tokens), torch.empty_like(experts)
+
+
+grouped_mm = torch.library.custom_op("will_it_fit::grouped_mm", product, mutates_args=())
+grouped_mm_backward = torch.library.custom_op("will_it_fit::grouped_mm_backward", gradients, mutates_args=())
 
 
 def keep_for_backward(ctx, inputs, output) -> None:
@@ -78,19 +82,22 @@ def backward(ctx, gradient) -> tuple:
     return *grouped_mm_backward(*ctx.saved_tensors, gradient), None
 
 
-grouped_mm.register_fake(grouped_mm._init_fn)
-grouped_mm_backward.register_fake(grouped_mm_backward._init_fn)
+grouped_mm.register_fake(product)
+grouped_mm_backward.register_fake(gradients)
 grouped_mm.register_autograd(backward, setup_context=keep_for_backward)
 
 
 @register_flop_formula(torch.ops.will_it_fit.grouped_mm)
-def grouped_mm_flops(tokens, experts, *_, **__) -> int:
+def product_flops(tokens, experts, *_, **__) -> int:
     return 2 * tokens[0] * experts[1] * experts[2]
 
 
 @register_flop_formula(torch.ops.will_it_fit.grouped_mm_backward)
-def grouped_mm_backward_flops(*shapes, **_) -> int:
-    return 2 * grouped_mm_flops(*shapes)
+def gradients_flops(*shapes, **_) -> int:
+    return 2 * product_flops(*shapes)
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
 def traffic(tensors) -> int:

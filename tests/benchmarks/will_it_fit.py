@@ -14,8 +14,8 @@ computes, before a GPU is rented.
 The flags are those of the run. The script's own parse_args, build and train_step make a step on tensors without
 memory, in one process of a group that only pretends: no GPU, no weights, no data, also for a copy that you have
 edited. Batches have the full lengths of the flags. `--model` is t5-small, t5-base, t5-large, t5-3b, t5-11b, a size of
-the LM's `MODELS`, a folder with a config, or a name on the Hub; a Llama of `MODELS` has `--vocabulary` tokens.
-`--precision auto` is bf16. `--device` is ignored, and `--compile` is not traced.
+the LM's `MODELS`, a name on the Hub, or a folder, which needs no more than a config.json. A Llama of `MODELS` has
+`--vocabulary` tokens. `--precision auto` is bf16. `--device` is ignored, and `--compile` is not traced.
 
 Attention is PyTorch's flash or memory-efficient kernel for GPUs, and dropout keeps the mask of one byte that GPUs keep;
 with `--attention cpu` both are those of CPUs. With `--cpu-offload`, what is in the CPU's memory is left out.
@@ -109,8 +109,8 @@ def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
 
 
 def make_meta_model(script, world, config):
-    """What the script's main gives to `build`. Which weights a checkpoint holds twice, only its weights tell: here the
-    output layer of FLAN-T5 and T5 v1.1, whose config has scale_decoder_outputs=False, of mT5 and of UMT5."""
+    """What the script's main gives to `build`. The script asks a checkpoint whether its output layer is tied. Without
+    one, mT5's and UMT5's is not, nor that of FLAN-T5 and T5 v1.1, whose config has scale_decoder_outputs=False."""
     meta_model = script.make_meta_model(config)
     if config.model_type in ("mt5", "umt5") or not getattr(config, "scale_decoder_outputs", True):
         tied = meta_model.all_tied_weights_keys.keys() - {"lm_head.weight"}
@@ -122,7 +122,7 @@ def gpu_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> torch.Tensor:
     """The kernel that PyTorch takes on a GPU: flash attention, or the memory-efficient one for fp32 and for masks. The
-    second takes no groups of heads; PyTorch then computes in single steps."""
+    latter does not let heads share keys and values: there PyTorch takes plain matrix products."""
     aten = torch.ops.aten
     if attn_mask is None and query.dtype != torch.float32:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
@@ -201,7 +201,7 @@ class Run:
         self.script.common.load_weights = lambda model, *_: model.to_empty(device="cpu")
         self.config = config_of(self.script, self.args, options.vocabulary)
         meta_model = make_meta_model(self.script, self.world, self.config)
-        meta_model.__deepcopy__ = lambda _: meta_model  # `build` may have it: FakeTensorMode cannot copy its buffers
+        meta_model.__deepcopy__ = lambda _: meta_model  # for `build`; fake tensors fail to copy buffers
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # meta_model has others
         with self.fake:
             self.model, self.optimizer = self.script.build(self.args, self.world, None, meta_model)
