@@ -34,6 +34,7 @@ import os
 import re
 import statistics
 import time
+import warnings
 import zlib
 from pydoc_data.topics import topics
 
@@ -65,6 +66,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
 
+# FSDP2 warns that a wrapped module returns a view, which must not be modified in place. No code
+# here modifies it.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
 
 # PyTorch's attention, under a name that transformers does not know, so that it makes no mask. Full
