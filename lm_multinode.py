@@ -363,6 +363,8 @@ def load_config(args):
         reason = "has no layers to shard: transformers does not name them"
     elif not all(getattr(module, "is_causal", True) for module in model.modules()):
         reason = "also looks at later tokens: it is no causal language model"
+    elif getattr(config, "attn_logit_softcapping", None):  # older transformers leave the cap out
+        reason = "caps the scores of attention, for which SDPA has no way"
     # ATTENTION ignores windows: a sequence must fit into one.
     limits = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
     longest = min(getattr(config, name, None) or math.inf for name in limits)
@@ -739,6 +741,7 @@ def main(args, world):
             f"--global-batch-size must be a multiple of --micro-batch-size times {world.size}"
             " processes"
         )
+    replicas, shards = mesh_shape(args, world)
 
     # Data
     source, held_out, config, tokenizer = common.first_on_node(world, lambda: load_data(args))
@@ -756,7 +759,6 @@ def main(args, world):
         full_model = load_model(args, config)  # on the CPU
     meta_model = make_meta_model(config)
     common.untie(meta_model, full_model, world)
-    replicas, shards = mesh_shape(args, world)
     log.print(f"model    {args.model}, {common.describe_state(meta_model, shards)}")
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
@@ -764,10 +766,8 @@ def main(args, world):
         steps = steps_on_device(args, world, source, tokenizer, None)
         compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed)
         return
-    log.print(
-        f"fsdp     {args.sharding_strategy},"
-        f" replicas x shards: {replicas} x {shards}, {args.precision}"
-    )
+    mesh = f"{replicas} x {shards} (replicas x shards)"
+    log.print(f"fsdp     {args.sharding_strategy}, {mesh}, {args.precision}")
     model, optimizer = build(args, world, full_model, meta_model)
     del full_model
 
