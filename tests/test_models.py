@@ -148,16 +148,26 @@ def test_under_each_strategy_recomputing_offloading_and_resumed(name, causal, tm
 
 @pytest.mark.long
 def test_compiled_models_keep_their_losses(causal, tmp_path):
-    """Into graphs that are run as they are: machine code is made in test_fsdp.py. Validation has a part that is not
-    full, and needs no graph of its own."""
+    """Into graphs that are run as they are: machine code is made in test_fsdp.py. They are as many whether all parts of
+    a validation are full, or not."""
     names = ("gpt2", "gpt_neox", "gemma3", "qwen3_moe")
     flags = (*LM, "--micro-batch-size", 3, "--activation-checkpointing", "--max-steps", 1)
     plain = {tmp_path / name: (*flags, "--model", causal / name) for name in names}
     run_many("lm_multinode.py", plain, 2)
     for name in names:
-        compiled = {tmp_path / f"{name}-compiled": (*flags, "--model", causal / name, "--compile")}
-        run_many("lm_multinode.py", compiled, 2, change=("capture_graphs",))
-        check_same(tmp_path / f"{name}-compiled", tmp_path / name)
+        graphs = {}
+        for texts in range(1, 20):
+            compiled = (*flags, "--model", causal / name, "--num-validation-texts", texts)
+            tokenizer = AutoTokenizer.from_pretrained(causal / name)
+            count = len(lm_held_out(parse("lm_multinode.py", *compiled), tokenizer)["labels"])
+            is_full = count % 6 == 0
+            if count < 12 or is_full in graphs:
+                continue
+            settings = {tmp_path / f"{name}-{texts}": (*compiled, "--compile")}
+            finished = run_many("lm_multinode.py", settings, 2, change=("capture_graphs",))
+            graphs[is_full] = finished.stderr.count("graph captured")
+            check_same(tmp_path / f"{name}-{texts}", tmp_path / name)
+        assert graphs[True] == graphs[False] > 0, name
 
 
 def test_mfu_counts_what_a_token_computes(causal):
