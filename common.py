@@ -507,7 +507,7 @@ def load_tokenizer(name: str):
     tokenizer = load_pretrained(AutoTokenizer, name)
     # Without files transformers makes one that knows special tokens only, and T5's a space.
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
-        raise UserError(f"{name} has no tokenizer; save one there with its save_pretrained()")
+        raise UserError(f"{name} has no tokenizer; save one there: tokenizer.save_pretrained()")
     return tokenizer
 
 

@@ -138,9 +138,9 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
 
 
 def choose_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:
-    """The dimension to shard: the first, FSDP's default. But experts are one parameter, and their
-    number is its first dimension: of 8 on 16 processes half would hold one each, and all would
-    gather 16."""
+    """The dimension to shard: the first, FSDP's default. But all experts of a layer are one
+    parameter, whose first dimension is their number. FSDP would pad 8 experts to 16 on 16
+    processes, and half of these would hold nothing. So each expert's rows are cut instead."""
     if parameter.ndim == 3 and parameter.size(0) % shards > 0 and parameter.size(1) % shards == 0:
         return Shard(1)
     return None
@@ -172,9 +172,12 @@ def mesh_shape(args, world) -> tuple[int, int]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, which become units: what transformers never splits over devices."""
+    """The layers, which become units: what transformers never splits over devices. BERT names what
+    holds its embedding, too, but that may be shared with the output layer."""
     names = model._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__ in names]
+    embedding = model.get_input_embeddings()
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    return [layer for layer in layers if embedding not in layer.modules()]
 
 
 def embedding_and_head(model: nn.Module) -> list[nn.Module]:
@@ -225,10 +228,11 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
         is_last = number == len(micro_batches)
 
         if args.sharding_strategy in HYBRIDS and replicas > 1:
-            # Each replica reduces to shards every time. Replicas share them in the last one.
+            # Inside each replica gradients are reduced to shards after every micro-batch, whatever
+            # --gradient-sync says. Between replicas the shards are summed after the last one.
             model.set_requires_all_reduce(is_last)
         else:
-            # What is not sent yet, each process keeps whole: the gradients of all parameters.
+            # Until gradients are reduced, each process keeps those of the whole model.
             model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
         # Until the last one ZeRO-2's parameters stay gathered.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
@@ -797,7 +801,7 @@ def main(args, world):
             group["lr"] = lr
         micro_batches, positions = next(steps)
         # A resumed run draws the same dropout; each rank draws its own. Not before next(steps): the
-        # first one draws a number, too.
+        # DataLoader draws a seed when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         step_loss, grad_norm = train_step(args, world, model, optimizer, micro_batches)
         loss_sum += step_loss

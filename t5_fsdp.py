@@ -622,7 +622,7 @@ def main(args, world):
             group["lr"] = lr
         batch = next(batches)
         # A resumed run draws the same dropout; each rank draws its own. Not before next(batches):
-        # the first one draws a number, too.
+        # a DataLoader draws a seed when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
         totals += step_totals

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    BertConfig,
     ByT5Tokenizer,
     Gemma3TextConfig,
     GPT2Config,
@@ -51,6 +52,7 @@ SLIDING = ["sliding_attention", "full_attention"]
 CAUSAL = {
     "gpt2": GPT2Config(**GPT2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
     "gpt_neox": GPTNeoXConfig(**SHAPE),
+    "bert": BertConfig(**SHAPE, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
     "opt": OPTConfig(**OPT),
     "phi": PhiConfig(**SHAPE),
     "llama": LlamaConfig(**GROUPED),
