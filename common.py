@@ -232,11 +232,11 @@ def setup(device_type: str) -> World:
     store = dist.HashStore()  # without torchrun: one process
     if "RANK" in os.environ:
         # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one, two ports further. Why two: on Linux
-        # torchrun's port is odd. The next one is even, and may be in use, because even ports go to
-        # outgoing connections.
+        # (pytorch#135712), so rank 0 serves a new one, two ports further. Not where torchrun took
+        # any port that was free, above 32767: there others do so, too.
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 2)
+        port = int(os.environ["MASTER_PORT"])
+        os.environ["MASTER_PORT"] = str(port + 2 if port < 32768 else port // 2)
         store = None
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     return World(rank, local_rank, size, local_size, device)

@@ -29,7 +29,7 @@ from unittest import mock
 FOLDER = Path(__file__).parent
 OURS = [*(path.stem for path in FOLDER.parent.glob("*.py")), "inside"]
 CONTEXT = multiprocessing.get_context("forkserver")
-BLOCK = 2_000  # ports for one process that runs tests
+BLOCK = 500  # ports for one process that runs tests
 NUMBERS = itertools.count()
 
 
@@ -84,14 +84,14 @@ def free_ports(count):
 @functools.cache
 def claim_block():
     """A socket on the first port of a block. Nobody else takes ports of this block: another worker, or another pytest,
-    claims another one, and no system hands these out by itself."""
-    for first in range(10_000, 32_000, BLOCK):
+    claims another one, no system hands these out by itself, and no script halves a higher one to get one of them."""
+    for first in range(4_000, 16_000, BLOCK):
         claim = socket.socket()
         with contextlib.suppress(OSError):  # another process has it
             claim.bind(("localhost", first))
             return claim
         claim.close()
-    raise OSError("other runs of the tests have all ports from 10,000 to 32,000")
+    raise OSError("other runs of the tests have all ports from 4,000 to 16,000")
 
 
 def is_free(port):
