@@ -447,7 +447,7 @@ def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     return newest
 
 
-def save_checkpoint(folder: Path, progress: dict, args, model, optimizer, world):
+def save_checkpoint(folder: Path, progress: dict, args, model, optimizer, tokenizer, world):
     """Save `checkpoints/step-N`, every rank its own shards, and keep the newest 2. A collective.
 
     progress: the `step`, and what else JSON can hold; the same on all ranks.
@@ -457,6 +457,7 @@ def save_checkpoint(folder: Path, progress: dict, args, model, optimizer, world)
         path.mkdir(parents=True, exist_ok=True)  # a killed run may have left it
         settings = {"settings": vars(args)}
         (path / "progress.json").write_text(json.dumps(progress | settings, default=str))
+        tokenizer.save_pretrained(path)  # --resume must not train another one
     dist.barrier()  # dcp.save looks into the folder on every rank
 
     weights, moments = get_state_dict(model, optimizer)

@@ -26,17 +26,23 @@ model as a whole), the learning rate has a schedule, and the strategies, which h
 are made with FSDP2 (t5_fsdp.py has both versions).
 """
 
+import contextlib
 import copy
 import functools
 import gc
+import itertools
+import json
 import math
 import os
+import random
 import re
 import statistics
 import time
 import warnings
 import zlib
+from pathlib import Path
 from pydoc_data.topics import topics
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,7 +61,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import datasets
 import numpy as np
 import transformers
-from datasets.distributed import split_dataset_by_node
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -70,6 +75,9 @@ import common
 # here modifies it.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
+# Each file is opened by itself, which is no download to count. Errors are raised: no need to log.
+datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+datasets.logging.set_verbosity(datasets.logging.CRITICAL)
 
 # PyTorch's attention, under a name that transformers does not know, so that it makes no mask. Full
 # sequences need none: they have no padding, and without a mask this attention is causal by itself.
@@ -316,8 +324,9 @@ def make_meta_model(config) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def load_data(args) -> tuple:
-    """The stream of texts to train on, texts to validate on, the model's config, the tokenizer."""
+def load_data(args, checkpoint: Path | None) -> tuple:
+    """The parts of the dataset, texts to validate on, the model's config, and the tokenizer: one
+    that was trained is that of the checkpoint."""
     is_pretrained = args.model not in MODELS
     config = None
     tokenizer = None
@@ -332,10 +341,13 @@ def load_data(args) -> tuple:
                 f" {tokenizer.vocab_size}; choose the model's own --tokenizer"
             )
 
-    source, held_out = load_texts(args)
-    if tokenizer is None:  # a small one, of the first texts
-        texts = [row["text"] for row in source.take(2000)]
-        tokenizer = common.train_tokenizer(texts, vocab_size=2048, append_eos=False)
+    parts, first, held_out = load_texts(args)
+    if tokenizer is None and checkpoint:
+        tokenizer = common.load_tokenizer(checkpoint)
+    elif tokenizer is None:
+        tokenizer = common.train_tokenizer(first[:2000], vocab_size=2048, append_eos=False)
+    if tokenizer.eos_token_id is None:
+        raise common.UserError("the tokenizer has no EOS token, which ends each text")
     if config is None:
         config = copy.deepcopy(MODELS[args.model])
         config.vocab_size = 64 * math.ceil(len(tokenizer) / 64)  # fast on tensor cores
@@ -343,7 +355,7 @@ def load_data(args) -> tuple:
         config.eos_token_id = tokenizer.eos_token_id
         config.max_position_embeddings = args.seq_length
         config._attn_implementation = ATTENTION
-    return source, held_out, config, tokenizer
+    return parts, held_out, config, tokenizer
 
 
 def load_config(args):
@@ -379,22 +391,95 @@ def load_config(args):
     return config
 
 
-# These functions are not inside of others, because they are pickled: for the other processes of a
-# node (see common.first_on_node) and, on macOS, for the worker of the DataLoader.
+# The files that are read, and those of a folder that are not to be trained on, by their names.
+FORMATS = re.compile(r"\.(json|parquet)l?(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+HELD_BACK = re.compile(
+    r"/(test|val|valid|validation|dev|eval)(-\d+-of-\d+)?\.[^/]*$", re.IGNORECASE
+)
 
 
-def is_own(row: dict, number: int, part: int, num_parts: int) -> bool:
-    """Each part has every n-th text."""
-    return number % num_parts == part
+class Part(NamedTuple):
+    """What is read in one go: a file, or a group of rows of a Parquet file."""
+
+    kind: str
+    file: str
+    group: int = 0
+    num_groups: int = 1
 
 
-def choose_texts(rows: dict, column: str, held_out: bool) -> dict:
-    """5% of the texts are held out, by content: one that comes twice is on one side."""
-    texts = []
-    for text in rows[column]:
-        if isinstance(text, str) and (zlib.crc32(text.encode()) % 20 == 0) == held_out:
-            texts.append(text)
-    return {"text": texts}
+def find_parts(args) -> list[Part]:
+    """The parts of --dataset. Raises UserError where there are none."""
+    name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
+    if name == "builtin":
+        return [Part("builtin", "builtin")]
+
+    card = Path(name, "README.md")
+    has_card = card.exists() and card.read_text().startswith("---")  # which names its files
+    is_folder = os.path.isdir(name) and not has_card
+    path, _, config = name.partition(":")
+    source = {"path": path, "name": config or None}
+    if is_folder:
+        source = {"path": "json", "data_files": f"{name}/**"}
+    elif FORMATS.search(name):
+        source = {"path": "json", "data_files": name}
+    try:
+        builder = datasets.load_dataset_builder(**source)
+        files = builder.config.data_files["train"]
+    except (KeyError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        raise common.UserError(
+            f"--dataset {name} is no .jsonl, .json or .parquet file, no folder with such files, and"
+            f" no dataset of the Hub to train on: {error}"
+        ) from error
+    if is_folder:
+        files = [file for file in files if FORMATS.search(file) and not HELD_BACK.search(file)]
+
+    parts = []
+    for file in files:
+        ending = FORMATS.search(file)
+        parts.append(Part(ending[1].lower() if ending else builder.name, file))
+    if streams_of_a_part(args, len(parts)) == 1:
+        return parts
+
+    # So few would be read by several streams. Of Parquet files they can have groups of rows.
+    groups = []
+    for part in parts:
+        num_groups = 1
+        if part.kind == "parquet":
+            with naming(part.file):
+                num_groups = open_part(part).reshard().num_shards
+        groups += [part._replace(group=i, num_groups=num_groups) for i in range(num_groups)]
+    return groups
+
+
+@contextlib.contextmanager
+def naming(file: str):
+    """An error of any kind becomes one sentence that names the file."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise common.UserError(f"cannot read {file}: {reason}") from error
+
+
+def streams_of_a_part(args, num_parts: int) -> int:
+    """How many streams share a part: as few as have eight parts together, or all. With eight, files
+    of any size weigh what they hold, about; and what is shared is read by each of them."""
+    num_streams = args.global_batch_size // args.micro_batch_size
+    for sharing in range(1, num_streams):
+        if num_streams % sharing == 0 and num_parts * sharing >= 8 * num_streams:
+            return sharing
+    return num_streams
+
+
+def open_part(part: Part) -> datasets.IterableDataset:
+    if part.kind == "builtin":
+        return datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset()
+    # By itself, so that its columns need not be those of another file.
+    options = {"split": "train", "streaming": True}
+    rows = datasets.load_dataset(part.kind, data_files=part.file, **options)
+    if part.num_groups > 1:
+        rows = rows.reshard().shard(part.num_groups, part.group)
+    return rows
 
 
 def builtin_texts() -> list[str]:
@@ -403,142 +488,176 @@ def builtin_texts() -> list[str]:
     return sorted({text.strip() for text in paragraphs if len(text) > 200})
 
 
-def load_texts(args) -> tuple[datasets.IterableDataset, list[str]]:
-    """A stream of texts that knows its position, and those that are held out to validate.
+def read_part(part: Part, column: str, place: dict | None = None):
+    """Yield some rows at a time: their texts, how many rows they are, and the place after them.
+    Raises UserError."""
+    with naming(part.file):
+        rows = open_part(part)
+        if place:
+            rows.load_state_dict(place)
+        for some in rows.iter(32):
+            if column not in some:
+                raise common.UserError(f"it has no column {column}, but {', '.join(some)}")
+            texts = [text for text in some[column] if isinstance(text, str) and text.strip()]
+            yield texts, len(some[column]), rows.state_dict()
 
-    It lists the dataset's files, and reads the first texts until enough are held out.
-    """
-    column = args.text_column
-    name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
-    kind = re.search(r"\.(json|parquet)l?(\.\w+)?$", name)
-    try:
-        if name == "builtin":
-            rows = datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset(64)
-        elif kind:
-            rows = datasets.load_dataset(kind[1], data_files=name, split="train", streaming=True)
-        else:
-            rows = datasets.load_dataset(*name.split(":"), split="train", streaming=True)
-        first = next(iter(rows))
-    except StopIteration:  # also where a pattern finds no file
-        raise common.UserError(f"--dataset {name} has no rows") from None
-    except (ValueError, datasets.exceptions.DatasetsError) as error:
-        raise common.UserError(f"--dataset {name}: {error}") from error
-    if column not in first:
-        raise common.UserError(f"--dataset {name} has no column {column}, but {', '.join(first)}")
 
-    rows = rows.select_columns([column])
-    sides = []
-    for is_held_out in (False, True):
-        options = {"column": column, "held_out": is_held_out}
-        # Small batches: for each one datasets makes a string of all its rows' numbers.
-        side = rows.map(
-            choose_texts,
-            batched=True,
-            batch_size=100,
-            remove_columns=[column],
-            fn_kwargs=options,
+def is_held_out(text: str) -> bool:
+    """5% of the texts, by content: one that comes twice is on one side."""
+    return zlib.crc32(text.encode()) % 20 == 0
+
+
+def load_texts(args) -> tuple[list[Part], list[str], list[str]]:
+    """The parts of the dataset, its first texts to train on, and those held out to validate."""
+    parts = find_parts(args)
+    first = []
+    held_out = []
+    num_rows = 0
+    more = ""
+    pieces = (read_part(part, args.text_column) for part in parts)
+    for texts, count, _ in itertools.chain.from_iterable(pieces):
+        num_rows += count
+        for text in texts:
+            side = held_out if is_held_out(text) else first
+            side.append(text)
+        if len(held_out) >= args.num_validation_texts and len(first) >= 2000:
+            more = "more than "
+            break
+    if not held_out:
+        raise common.UserError(f"--dataset {args.dataset} has too few texts to hold some out")
+
+    if dist.get_rank() == 0:
+        files = list(dict.fromkeys(Path(part.file).name for part in parts))
+        names = ", ".join(files[:5] + ["..."] * (len(files) > 5))
+        num_texts = len(first) + len(held_out)
+        print(
+            f"dataset  {names}: {len(files):,} files, {more}{num_texts:,} texts,"
+            f" {num_rows - num_texts:,} rows without; {streams_of_a_part(args, len(parts))} streams"
+            " read a file",
+            flush=True,
         )
-        sides.append(side)
-    source, held_out = sides
-    texts = [row["text"] for row in held_out.take(args.num_validation_texts)]
-    if not texts:
-        raise common.UserError(f"--dataset {name} has too few texts in {column} to hold some out")
-    return source, texts
+    return parts, first, held_out[: args.num_validation_texts]
 
 
-def pack(rows: dict, indices: list[int], args, tokenizer, seed: list[int]) -> dict:
-    """Shuffle a block of texts and join them end to end, cut into full sequences: nothing is
-    padded. indices: numbers of the texts in the stream, of which the first seeds the shuffle."""
-    texts = [text + tokenizer.eos_token for text in rows["text"]]
-    np.random.default_rng([*seed, indices[0]]).shuffle(texts)
-    token_lists = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+def tokenize(texts: list[str], tokenizer) -> list[list[int]]:
+    """With the special tokens that the tokenizer gives a text, and EOS at its end."""
+    token_lists = tokenizer(texts, verbose=False)["input_ids"]
+    for tokens in token_lists:
+        if tokens[-1:] != [tokenizer.eos_token_id]:
+            tokens.append(tokenizer.eos_token_id)
+    return token_lists
+
+
+def pack(token_lists: list[list[int]], length: int) -> dict:
+    """Texts end to end, cut into full sequences, of which it returns arrays: nothing is padded."""
     tokens = np.concatenate(token_lists).astype(int)
-
     # Labels are shifted here: the target of a token is the next one, also across sequences. The
     # model would shift them again, so it does not get them.
-    length = args.seq_length
-    num_sequences = (len(tokens) - 1) // length
-    if num_sequences == 0:
-        raise common.UserError(
-            f"{len(texts)} texts do not fill one sequence; use longer ones or a lower --seq-length"
-        )
-    end = num_sequences * length
+    end = (len(tokens) - 1) // length * length
     return {
-        "input_ids": tokens[:end].reshape(num_sequences, length),
-        "labels": tokens[1 : end + 1].reshape(num_sequences, length),
+        "input_ids": tokens[:end].reshape(-1, length),
+        "labels": tokens[1 : end + 1].reshape(-1, length),
     }
 
 
-def make_stream(args, source, tokenizer, number: int):
-    """Packed sequences of the texts of one stream, pass after pass.
+def read_texts(args, parts: list[Part], number: int, place: list):
+    """Yield texts of a stream, some at a time and pass after pass, and the place after them.
 
-    A step has a micro-batch of each stream. So it has the same sequences on any number of
-    processes, and a run may go on with more or fewer of them.
+    The streams that share parts have every n-th text of them. Each goes through them in an order of
+    its own, so that kinds of texts mix.
     """
     num_streams = args.global_batch_size // args.micro_batch_size
-    # 16 streams and 64 files: each has four. 16 streams and 8 files: two share a file, and each
-    # keeps every second text.
-    sharing = num_streams // math.gcd(source.num_shards, num_streams)
-    own = split_dataset_by_node(source, number // sharing, num_streams // sharing)
-    if sharing > 1:
-        options = {"part": number % sharing, "num_parts": sharing}
-        own = own.filter(is_own, with_indices=True, fn_kwargs=options)
-    return own.repeat(None).map(
-        pack,
-        with_indices=True,  # they go on from pass to pass, so each shuffle has another seed
-        batched=True,
-        batch_size=max(100, args.seq_length // 8),  # texts in a block
-        remove_columns=["text"],
-        fn_kwargs={"args": args, "tokenizer": tokenizer, "seed": [args.seed, number]},
-    )
+    sharing = streams_of_a_part(args, len(parts))
+    dealt = random.Random(args.seed).sample(parts, len(parts))
+    own = dealt[number // sharing :: num_streams // sharing]
+    order = random.Random(number).sample(range(len(own)), len(own))
+
+    turn, place_in_part, num_before = place
+    last_turn = turn + len(own)
+    while turn <= last_turn:
+        index = order[turn % len(own)]
+        for texts, _, place_after in read_part(own[index], args.text_column, place_in_part):
+            texts = [text for text in texts if not is_held_out(text)]
+            # By `index`, or of small parts the same streams would have most.
+            first = (number - index - num_before) % sharing
+            num_before += len(texts)
+            if len(texts) > first:
+                last_turn = turn + len(own)
+                yield texts[first::sharing], [turn, place_after, num_before]
+        turn += 1
+        place_in_part = None
+        num_before = 0
+    raise common.UserError("there are fewer texts than micro-batches in a step")
 
 
-class Steps(IterableDataset):
-    """For each step this rank's micro-batches, one of each of its streams, and the positions of
-    these streams after it, where a resumed run goes on."""
+def read_sequences(args, parts: list[Part], tokenizer, number: int, position: str | None):
+    """Yield the sequences of a stream, each with the position after it. A block of texts, which are
+    shuffled and packed, fills 64 or more."""
+    place, block, done = json.loads(position or "[[0, null, 0], 0, 0]")
+    texts_and_places = read_texts(args, parts, number, place)
+    while True:
+        start = place
+        token_lists = []
+        num_tokens = 0
+        while num_tokens <= 64 * args.seq_length:
+            texts, place = next(texts_and_places)
+            for tokens in tokenize(texts, tokenizer):
+                token_lists.append(tokens)
+                num_tokens += len(tokens)
+        np.random.default_rng([args.seed, number, block]).shuffle(token_lists)
+        sequences = pack(token_lists, args.seq_length)
+        for row in range(done, len(sequences["labels"])):
+            # In 32 bits, as a worker sends it through shared memory, of which Docker has little
+            sequence = {name: rows[row].astype("int32") for name, rows in sequences.items()}
+            yield sequence | {"position": json.dumps([start, block, row + 1])}
+        block += 1
+        done = 0
 
-    def __init__(self, streams: list[datasets.IterableDataset], micro_batch_size: int):
-        self.streams = streams
-        self.micro_batch_size = micro_batch_size
+
+class Sequences(IterableDataset):
+    """Those of this rank, step after step: in each a micro-batch of each of its streams.
+
+    So a step has the same sequences on any number of processes, and a run may go on with more or
+    fewer of them.
+    """
+
+    def __init__(self, args, world, parts: list[Part], tokenizer, positions: list[str] | None):
+        num_streams = args.global_batch_size // args.micro_batch_size
+        self.streams = []
+        for number in range(world.rank, num_streams, world.size):
+            position = positions[number] if positions else None
+            self.streams.append((args, parts, tokenizer, number, position))
+        self.micro_batch_size = args.micro_batch_size
 
     def __iter__(self):
-        iterators = [stream.iter(self.micro_batch_size) for stream in self.streams]
-        for rows_of_streams in zip(*iterators, strict=False):
-            micro_batches = [
-                {name: np.stack(rows[name]) for name in rows} for rows in rows_of_streams
-            ]
-            yield micro_batches, [stream.state_dict() for stream in self.streams]
-        # `repeat` ends only where a whole pass has no text.
-        raise common.UserError("there are fewer texts than micro-batches in a step")
+        streams = [read_sequences(*arguments) for arguments in self.streams]
+        while True:
+            for stream in streams:
+                yield from itertools.islice(stream, self.micro_batch_size)
 
 
-def steps_on_device(args, world, source, tokenizer, positions: list | None):
-    """Yield for each step what `Steps` has, on this rank's device. A worker process packs ahead.
+def steps_on_device(args, world, parts: list[Part], tokenizer, positions: list[str] | None):
+    """Yield for each step this rank's micro-batches, on its device, and the positions of its
+    streams after it, where a resumed run goes on. A worker process packs ahead.
 
     positions: of all streams, to go on from.
     """
-    streams = []
-    num_streams = args.global_batch_size // args.micro_batch_size
-    for number in range(world.rank, num_streams, world.size):
-        stream = make_stream(args, source, tokenizer, number)
-        if positions:
-            stream.load_state_dict(positions[number])
-        streams.append(stream)
-
+    size = args.micro_batch_size
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # true hangs in a forked worker
     loader = DataLoader(
-        Steps(streams, args.micro_batch_size),
-        batch_size=None,
+        Sequences(args, world, parts, tokenizer, positions),
+        batch_size=args.global_batch_size // world.size,
         num_workers=1,  # not 2: both would give every step
         multiprocessing_context=common.WORKER_START,
         worker_init_fn=common.ignore_stops,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
     )
-    for micro_batches, positions in loader:
-        for micro_batch in micro_batches:
-            for name, tensor in micro_batch.items():
-                micro_batch[name] = tensor.to(world.device, non_blocking=True)
-        yield micro_batches, positions
+    for step in loader:
+        positions = step.pop("position")[size - 1 :: size]
+        for name, tensor in step.items():
+            step[name] = tensor.to(world.device, non_blocking=True).long().split(size)
+        batches = zip(*step.values(), strict=True)
+        yield [dict(zip(step, batch, strict=True)) for batch in batches], positions
 
 
 @torch.no_grad()
@@ -748,14 +867,18 @@ def main(args, world):
     replicas, shards = mesh_shape(args, world)
 
     # Data
-    source, held_out, config, tokenizer = common.first_on_node(world, lambda: load_data(args))
-    # As one block, number 0: in the same order in every run
-    validation_set = pack({"text": held_out}, [0], args, tokenizer, seed=[0])
-    count = len(validation_set["labels"])
-    log.print(
-        f"data     {args.dataset}, {count} sequences to validate,"
-        f" {args.global_batch_size} in a step"
+    parts, held_out, config, tokenizer = common.first_on_node(
+        world, lambda: load_data(args, checkpoint)
     )
+    validation_set = pack(tokenize(held_out, tokenizer), args.seq_length)
+    count = len(validation_set["labels"])
+    if count == 0:
+        raise common.UserError(
+            f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or"
+            " a lower --seq-length"
+        )
+    step_tokens = args.global_batch_size * args.seq_length  # of all ranks
+    log.print(f"data     {step_tokens:,} tokens in a step, {count} sequences to validate")
 
     # Model
     full_model = None
@@ -767,7 +890,7 @@ def main(args, world):
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
         log.print(f"fsdp     every strategy, {args.precision}")
-        steps = steps_on_device(args, world, source, tokenizer, None)
+        steps = steps_on_device(args, world, parts, tokenizer, None)
         compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed)
         return
     mesh = f"{replicas} x {shards} (replicas x shards)"
@@ -780,6 +903,11 @@ def main(args, world):
     positions = None
     if checkpoint:
         progress = common.load_checkpoint(checkpoint, args, MUST_MATCH, model, optimizer)
+        if progress["num_parts"] != len(parts):
+            raise common.UserError(
+                f"{checkpoint} was made with {progress['num_parts']} files (or Parquet's groups of"
+                f" rows), and now there are {len(parts)}; choose another --output-dir"
+            )
         step = progress["step"]
         positions = progress["positions"]
         log.print(f"resumed  from step {step} of {args.max_steps}")
@@ -788,13 +916,12 @@ def main(args, world):
 
     # Train
     stop = common.StopRequest()
-    step_tokens = args.global_batch_size * args.seq_length  # of all ranks
     loss_sum = torch.zeros((), device=world.device)  # since the last line
     last_logged = step
     start = time.perf_counter()
 
     numbers = range(step + 1, args.max_steps + 1)
-    steps = steps_on_device(args, world, source, tokenizer, positions)
+    steps = steps_on_device(args, world, parts, tokenizer, positions)
     for step in log.bar(numbers, "train", len(numbers)):
         lr = learning_rate(args, step, args.max_steps)
         for group in optimizer.param_groups:
@@ -832,8 +959,10 @@ def main(args, world):
                 dist.all_gather_object(gathered, positions)
                 # Rank 0 has streams 0, n, 2n, ..., rank 1 has streams 1, n + 1, ...
                 in_order = [position for nth in zip(*gathered, strict=True) for position in nth]
-                progress = {"step": step, "positions": in_order}
-                common.save_checkpoint(args.output_dir, progress, args, model, optimizer, world)
+                progress = {"step": step, "positions": in_order, "num_parts": len(parts)}
+                common.save_checkpoint(
+                    args.output_dir, progress, args, model, optimizer, tokenizer, world
+                )
             if stop_now and step < args.max_steps:
                 log.print(f"stopped  at step {step}, all is saved: go on with --resume")
                 return

@@ -336,12 +336,15 @@ def make_meta_model(config) -> nn.Module:
         return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
 
 
-def load_config_and_tokenizer(args, articles) -> tuple:
+def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
     """The config and the tokenizer of --model. Those of `builtin` are made for the articles."""
     if args.model == "builtin":
-        first = articles[:4000]
-        texts = first["text"] + first["summary"]
-        tokenizer = common.train_tokenizer(texts, vocab_size=4096, append_eos=True)
+        if checkpoint:
+            tokenizer = common.load_tokenizer(checkpoint)
+        else:
+            first = articles[:4000]
+            texts = first["text"] + first["summary"]
+            tokenizer = common.train_tokenizer(texts, vocab_size=4096, append_eos=True)
         config = T5Config(
             vocab_size=len(tokenizer),
             d_model=128,
@@ -369,7 +372,7 @@ def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> d
     return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
 
 
-def load_data(args) -> tuple:
+def load_data(args, checkpoint) -> tuple:
     """Tokenized articles to train on and to validate on, with the model's config and tokenizer."""
     train_set, validation_set = common.load_articles(
         args.dataset, args.text_column, args.summary_column, args.max_summary_share
@@ -379,7 +382,7 @@ def load_data(args) -> tuple:
     if 0 < args.num_validation_samples < len(validation_set):
         validation_set = validation_set.take(args.num_validation_samples)
 
-    config, tokenizer = load_config_and_tokenizer(args, train_set)
+    config, tokenizer = load_config_and_tokenizer(args, checkpoint, train_set)
     options = {
         "tokenizer": tokenizer,
         "source_length": args.max_source_length,
@@ -561,7 +564,7 @@ def main(args, world):
 
     # Data
     config, tokenizer, train_set, validation_set = common.first_on_node(
-        world, lambda: load_data(args)
+        world, lambda: load_data(args, checkpoint)
     )
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # labels with -100
 
@@ -656,7 +659,9 @@ def main(args, world):
                     log.print(f"saved    the model to {best_folder}, in place of any before it")
             if save_now:
                 progress = {"step": step, "global_batch": global_batch, "best_loss": best_loss}
-                common.save_checkpoint(args.output_dir, progress, args, model, optimizer, world)
+                common.save_checkpoint(
+                    args.output_dir, progress, args, model, optimizer, tokenizer, world
+                )
             if stop_now and step < num_steps:
                 log.print(f"stopped  at step {step}, all is saved: go on with --resume")
                 return

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import default_convert
+from torch.utils.data import DataLoader
 
 from transformers import DataCollatorForSeq2Seq
 
@@ -191,39 +191,46 @@ def lm_mesh_shape(args, size, per_node):
 
 
 def lm_texts(args, script=lm_multinode):
-    """The stream to train on, and the list of texts that are held out."""
-    return script.load_texts(args)
+    """The parts of the dataset, and the list of texts that are held out."""
+    with mock.patch("torch.distributed.get_rank", return_value=1):  # prints nothing
+        parts, _, held_out = script.load_texts(args)
+    return parts, held_out
+
+
+def lm_train_texts(args, parts):
+    """All texts of the dataset that are not held out."""
+    read = itertools.chain.from_iterable(lm_multinode.read_part(part, args.text_column) for part in parts)
+    return [text for texts, _, _ in read for text in texts if not lm_multinode.is_held_out(text)]
 
 
 def lm_held_out(args, tokenizer, script=lm_multinode):
     """The held-out texts in full sequences: arrays of all input_ids, all labels."""
-    return script.pack({"text": script.load_texts(args)[1]}, [0], args, tokenizer, [0])
+    return lm_packed(lm_texts(args, script)[1], args, tokenizer, script)
 
 
 def lm_packed(texts, args, tokenizer, script=lm_multinode):
     """The sequences of a block of texts."""
-    return script.pack({"text": texts}, [0], args, tokenizer, [0])
+    return script.pack(script.tokenize(texts, tokenizer), args.seq_length)
 
 
-def lm_steps(args, tokenizer, rank=0, size=1, positions=None, source=None, script=lm_multinode):
+def lm_steps(args, tokenizer, rank=0, size=1, positions=None, parts=None, script=lm_multinode):
     """Yield a rank's micro-batches of each step, and the positions of its streams after it; without a worker process.
     `positions`: of all streams, to go on from."""
 
-    def in_this_process(dataset, **_):
-        for micro_batches, positions in dataset:
-            yield default_convert(micro_batches), positions
+    def in_this_process(dataset, batch_size, **_):
+        return DataLoader(dataset, batch_size)
 
-    source = source or script.load_texts(args)[0]
+    parts = parts or lm_texts(args, script)[0]
     with mock.patch.object(script, "DataLoader", in_this_process):
-        steps = lm_loader(args, tokenizer, rank, size, positions, source, script)
+        steps = lm_loader(args, tokenizer, rank, size, positions, parts, script)
         first = next(steps)
     for micro_batches, positions in itertools.chain([first], steps):
         yield [{name: tensor.numpy() for name, tensor in batch.items()} for batch in micro_batches], positions
 
 
-def lm_loader(args, tokenizer, rank, size, positions, source, script=lm_multinode):
+def lm_loader(args, tokenizer, rank, size, positions, parts, script=lm_multinode):
     """As `lm_steps`, as tensors, through the loader and its worker process."""
-    return script.steps_on_device(args, world_of(rank, size), source, tokenizer, positions)
+    return script.steps_on_device(args, world_of(rank, size), parts, tokenizer, positions)
 
 
 # What a user may edit in a copy, before and after.
@@ -257,7 +264,7 @@ def set_up(args):
 
 def lm_config(args):
     """With the tokenizer."""
-    return lm_multinode.load_data(args)[2:]
+    return lm_multinode.load_data(args, None)[2:]
 
 
 def full_and_meta(script, args, world, config):
@@ -276,7 +283,7 @@ def lm_trainer(args, world, config, steps):
 
 def t5_batches(args, world):
     """The config, and this rank's batches, epoch after epoch."""
-    config, tokenizer, articles, _ = t5_fsdp.load_data(args)
+    config, tokenizer, articles, _ = t5_fsdp.load_data(args, None)
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
     return config, t5_fsdp.steps_on_device(args, world, articles, collate, 0)
 
@@ -413,10 +420,10 @@ def record_readers(script):
     """Write which processes read the dataset, which may be on the Hub."""
     load_data = script.load_data
 
-    def load_and_record(args):
+    def load_and_record(args, checkpoint):
         with open(args.output_dir / "readers", "a") as file:
             file.write(os.environ["RANK"])
-        return load_data(args)
+        return load_data(args, checkpoint)
 
     script.load_data = load_and_record
 

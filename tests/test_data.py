@@ -1,18 +1,21 @@
 """What is trained on: the texts of lm_multinode.py, the articles of t5_fsdp.py and the digits of mnist_fsdp.py."""
 
 import collections
+import copy
 import gzip
 import itertools
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
-from conftest import CACHES, curve, losses, run_many, write_csv, write_shards
+from conftest import CACHES, curve, losses, run, run_many, write_csv, write_shards
 from plain import t5_steps
+from tokenizers.processors import TemplateProcessing
 
 import inside
 
@@ -54,38 +57,55 @@ def whole_texts(tokenizer, tokens, texts):
     return [piece for piece in pieces[:-1] if piece in texts]
 
 
-@pytest.mark.parametrize("shards", [[40] * 4, [80] * 2, [160]])
-def test_every_text_comes_once_in_a_pass_of_its_stream(tmp_path, tokenizer, shards):
-    """A stream has files of its own, or shares some and has every n-th text of them. It shuffles 100 texts at a time,
-    here those of two passes and more, in each pass in an order of its own."""
-    files = write_shards(tmp_path, shards)
-    texts = read_texts(tmp_path)
-    args = lm_args(files, streams=4, seq_length=8)  # little is cut off at the end of a block
-    source, held_out = inside.lm_texts(args)
-    orders = []
-    for seed in (1, 2):
-        args.seed = seed
-        streams, _ = take(inside.lm_steps(args, tokenizer, source=source), 150)
-        orders.append([whole_texts(tokenizer, tokens, texts) for tokens in streams])
+# Files of their own for each of four streams; a few, and a single one, that they share; files of a text each.
+@pytest.mark.parametrize("shards", [[5] * 32, [40] * 4, [160], [1] * 70, [70, 70, 3, 15]])
+def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer, shards):
+    """Of all streams together, so each file weighs what it holds; shuffled, and in each pass in another order."""
+    args = lm_args(write_shards(tmp_path, shards), streams=4, seq_length=8)  # little is cut off at the end of a block
+    parts, held_out = inside.lm_texts(args)
+    texts = inside.lm_train_texts(args, parts)
+    assert sorted([*texts, *held_out]) == sorted(read_texts(tmp_path))
+    streams, _ = take(inside.lm_steps(args, tokenizer, parts=parts), 150)
+    orders = [whole_texts(tokenizer, tokens, texts) for tokens in streams]
+    args.seed = 2
+    again, _ = take(inside.lm_steps(args, tokenizer, parts=parts), 150)
+    assert orders != [whole_texts(tokenizer, tokens, texts) for tokens in again]
+
     seen = []
-    for found, other in zip(*orders, strict=True):
-        in_a_pass = len(set(found))
-        counts = collections.Counter(found[:95])  # at its end a block is cut off
-        assert max(counts.values()) - min(counts.values()) <= 2 and in_a_pass < 45
-        for order in (texts, other, found[100:]):
-            in_both = set(itertools.pairwise(found[:in_a_pass])) & set(itertools.pairwise(order))
-            assert len(in_both) < 0.5 * in_a_pass
-        seen += set(found)
-    assert len(seen) == len(set(seen)) and set(seen) == set(texts) - set(held_out)
+    for order in orders:
+        own = set(order)
+        first_pass = order[: len(own)]
+        in_order = set(itertools.pairwise(first_pass)) & set(itertools.pairwise(order[len(own) : 2 * len(own)]))
+        assert len(in_order) < 0.5 * len(own)
+        assert len(own) == pytest.approx(len(texts) / 4, abs=6)
+        seen += own
+    assert sorted(seen) == sorted(texts)
+
+
+def test_kinds_of_texts_mix(tmp_path, tokenizer):
+    """Four files, each of a kind: in half a pass each has its share, and the small one no more."""
+    sizes = {"ant": 900, "bee": 700, "cat": 1100, "dog": 20}
+    for kind, count in sizes.items():
+        rows = [{"text": f"{kind} {number}"} for number in range(count)]
+        (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = lm_args(tmp_path, streams=8, micro_batch_size=1)
+    tokenizer = inside.train_tokenizer(["ant bee cat dog 0 1 2 3 4 5 6 7 8 9"] * 9, 300, append_eos=False)
+    counts = collections.Counter()
+    for micro_batches, _ in itertools.islice(inside.lm_steps(args, tokenizer), 60):
+        for batch in micro_batches:
+            counts.update(re.findall("ant|bee|cat|dog", tokenizer.decode(batch["input_ids"].ravel())))
+    assert 0.3 * 2720 < counts.total() < 0.7 * 2720
+    for kind, count in sizes.items():
+        assert counts[kind] / counts.total() == pytest.approx(count / 2720, rel=0.5, abs=0.02)
 
 
 def test_streams_are_the_same_on_any_number_of_processes(tmp_path, tokenizer):
     """In order: rank 1 of 3 has streams 1 and 4."""
     args = lm_args(write_shards(tmp_path, [40] * 4), streams=6)
-    source, _ = inside.lm_texts(args)
-    whole, _ = take(inside.lm_steps(args, tokenizer, source=source), 5)
+    parts, _ = inside.lm_texts(args)
+    whole, _ = take(inside.lm_steps(args, tokenizer, parts=parts), 5)
     for rank, size in ((1, 3), (0, 2), (4, 6)):
-        own, _ = take(inside.lm_steps(args, tokenizer, rank, size, source=source), 5)
+        own, _ = take(inside.lm_steps(args, tokenizer, rank, size, parts=parts), 5)
         assert np.array_equal(own, whole[rank::size])
 
 
@@ -96,40 +116,57 @@ def test_held_out_texts_are_chosen_by_their_content(tmp_path):
         (tmp_path / name).mkdir()
         write_shards(tmp_path / name, shards)
     args = lm_args(tmp_path / "one" / "*.json.gz")
-    source, held_out = inside.lm_texts(args)
-    texts = [row["text"] for row in source]
+    parts, held_out = inside.lm_texts(args)
+    texts = inside.lm_train_texts(args, parts)
     assert 20 < len(held_out) < 90
     assert sorted([*texts, *held_out]) == sorted(read_texts(tmp_path / "one"))
-    again, few = inside.lm_texts(lm_args(tmp_path / "*" / "*.json.gz", num_validation_texts=15))
-    assert {row["text"] for row in again} == set(texts)
+    args = lm_args(tmp_path / "*" / "*.json.gz", num_validation_texts=15)
+    parts, few = inside.lm_texts(args)
+    assert set(inside.lm_train_texts(args, parts)) == set(texts)
     assert len(few) == 15 and set(few) <= set(held_out)
 
-    source, held_out = inside.lm_texts(lm_args("builtin"))
-    texts = [row["text"] for row in source]
+    args = lm_args("builtin")
+    parts, held_out = inside.lm_texts(args)
+    texts = inside.lm_train_texts(args, parts)
     assert len(texts) == len(set(texts)) > 500 and not set(held_out) & set(texts)
 
 
-def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
-    """Read in a row, the inputs are the texts with </s> behind each; the targets are the same, one token later."""
+@pytest.mark.parametrize("begins", ["", "<s>"])
+def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer, begins):
+    """Read in a row, the inputs are the texts, each with the special tokens that the tokenizer puts around it and one
+    </s> at its end; the targets are the same, one token later."""
+    if begins:  # as Llama's and Gemma's do
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.add_special_tokens({"bos_token": begins})
+        special = [(begins, tokenizer.bos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begins} $A", special_tokens=special)
     args = lm_args(write_shards(tmp_path, [300]), seq_length=8)
     known = read_texts(tmp_path)
-    [tokens], _ = take(inside.lm_steps(args, tokenizer), 50)  # not all of a block
-    assert tokens.shape == (50, 2, 2, 8)
+    [tokens], _ = take(inside.lm_steps(args, tokenizer), 30)  # not all of a block
+    assert tokens.shape == (30, 2, 2, 8)
     inputs, labels = tokens[:, 0].ravel(), tokens[:, 1].ravel()
     assert (labels[:-1] == inputs[1:]).all()
-    texts = whole_texts(tokenizer, tokens, known)
-    expected = np.concatenate(tokenizer([text + "</s>" for text in texts])["input_ids"])
+    pieces = [piece.removeprefix(begins).strip() for piece in tokenizer.decode(inputs).split("</s>")[:-1]]
+    assert len(pieces) > 10 and set(pieces) <= set(known)
+    expected = np.concatenate([[*tokenizer(piece)["input_ids"], tokenizer.eos_token_id] for piece in pieces])
+    assert (expected == tokenizer.bos_token_id).sum() == len(pieces) * bool(begins)
     assert inputs[: len(expected)].tolist() == expected.tolist()
     assert len(inputs) - len(expected) < 40  # a text that goes on in the next batch
 
 
-@pytest.mark.parametrize("shards", [[30] * 4, [30] * 2, [30] * 3, [1200]])
+@pytest.mark.parametrize("shards", [[30] * 40, [30] * 3, [1200], "row groups"])
 def test_streams_go_on_exactly_from_any_place_on_any_number_of_processes(tmp_path, tokenizer, shards):
-    """Again and again, over the ends of passes, inside a block of texts and over its end."""
+    """Again and again, over the ends of files and passes, inside a block of texts and over its end."""
     count = 60
-    args = lm_args(write_shards(tmp_path, shards), streams=4, micro_batch_size=8)
-    source, _ = inside.lm_texts(args)
-    whole, _ = take(inside.lm_steps(args, tokenizer, source=source), count)
+    if shards == "row groups":
+        rows = datasets.Dataset.from_dict({"text": [f"{number} lorem" for number in range(600)]})
+        rows.to_parquet(tmp_path / "rows.parquet", batch_size=15)
+        args = lm_args(tmp_path / "rows.parquet", streams=4, micro_batch_size=8)
+    else:
+        args = lm_args(write_shards(tmp_path, shards), streams=4, micro_batch_size=8)
+    parts, _ = inside.lm_texts(args)
+    assert len(parts) == (40 if shards == "row groups" else len(shards))
+    whole, _ = take(inside.lm_steps(args, tokenizer, parts=parts), count)
     choose = random.Random(0)
     done = 0
     positions = None
@@ -138,7 +175,7 @@ def test_streams_go_on_exactly_from_any_place_on_any_number_of_processes(tmp_pat
         size = choose.choice((1, 2, 4))
         after = [None] * 4
         for rank in range(size):
-            own, places = take(inside.lm_steps(args, tokenizer, rank, size, positions, source), some)
+            own, places = take(inside.lm_steps(args, tokenizer, rank, size, positions, parts), some)
             for tokens, expected in zip(own, whole[rank::size], strict=True):
                 assert np.array_equal(tokens, expected[done : done + some])
             after[rank::size] = places[-1]
@@ -146,34 +183,94 @@ def test_streams_go_on_exactly_from_any_place_on_any_number_of_processes(tmp_pat
         positions = after
 
 
-def test_other_formats_hold_the_same_texts(tmp_path, tokenizer, monkeypatch):
-    """Files by a pattern, JSON lines, parquet and datasets of the Hub, under any column; a stream goes on exactly."""
+def test_all_formats_hold_the_same_texts(tmp_path, monkeypatch):
+    """Files by a pattern, JSON lines or a list, Parquet, and datasets of the Hub, under any column."""
     write_shards(tmp_path, [40, 40])
     texts = read_texts(tmp_path)
     rows = datasets.Dataset.from_list([{"body": text, "url": "http://x"} for text in texts])
-    rows.to_json(tmp_path / "rows.jsonl")
+    rows.to_json(tmp_path / "rows.JSONL")
+    rows.to_json(tmp_path / "rows.json", lines=False)
     rows.to_parquet(tmp_path / "rows.parquet")
     rows.rename_column("body", "text").to_parquet(tmp_path / "c4.parquet")
     # What the library finds on the Hub, by dataset and configuration.
     hub = {("someone/texts", "english"): "rows.parquet", ("allenai/c4", "en"): "c4.parquet"}
-    load_dataset = datasets.load_dataset
+    load_dataset_builder = datasets.load_dataset_builder
 
-    def load_from_here(*names, **options):
-        if names in hub:
-            return load_dataset("parquet", data_files=str(tmp_path / hub[names]), **options)
-        return load_dataset(*names, **options)
+    def load_from_here(path, name=None, data_files=None):
+        if (path, name) in hub:
+            path, name, data_files = "parquet", None, str(tmp_path / hub[path, name])
+        return load_dataset_builder(path, name, data_files=data_files)
 
-    monkeypatch.setattr(datasets, "load_dataset", load_from_here)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_from_here)
     formats = [lm_args(tmp_path / "*.json.gz"), lm_args("c4")]
-    for name in (tmp_path / "rows.jsonl", tmp_path / "rows.parquet", "someone/texts:english"):
-        formats.append(lm_args(name, text_column="body"))
-
+    for name in ("rows.JSONL", "rows.json", "rows.parquet"):
+        formats.append(lm_args(tmp_path / name, text_column="body"))
+    formats.append(lm_args("someone/texts:english", text_column="body"))
     for args in formats:
-        source, held_out = inside.lm_texts(args)
-        assert held_out and sorted([*held_out, *(row["text"] for row in source)]) == sorted(texts)
-        [whole], positions = take(inside.lm_steps(args, tokenizer, source=source), 20)
-        [rest], _ = take(inside.lm_steps(args, tokenizer, positions=positions[6], source=source), 13)
-        assert np.array_equal(rest, whole[7:])
+        parts, held_out = inside.lm_texts(args)
+        assert held_out and sorted([*held_out, *inside.lm_train_texts(args, parts)]) == sorted(texts)
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_folder_means_its_files(tmp_path):
+    """All of them but those to test and validate on; with columns of their own, and of both formats. Rows without a
+    text are left out. A dataset card says itself which files are meant."""
+    texts = [f"text {number} lorem" for number in range(200)]
+    for number, name in enumerate(("train.jsonl", "more.JSONL", "deeper/unit-test-docs.jsonl", "latest.json")):
+        rows = [{"text": text, f"column{number}": number} for text in texts[number * 40 :][:40]]
+        write_rows(tmp_path / name, rows)
+    rows = datasets.Dataset.from_dict({"x": [1] * 40, "text": texts[160:]})
+    rows.to_parquet(tmp_path / "last.parquet")
+    for name in ("test.jsonl", "validation-00000-of-00001.jsonl", "dev.json"):
+        write_rows(tmp_path / name, [{"text": "held back"}])
+    write_rows(tmp_path / "empty.jsonl", [{"text": text} for text in ("", " \n", None)])
+    (tmp_path / "README.md").write_text("# Texts\n")
+    args = lm_args(tmp_path)
+    parts, held_out = inside.lm_texts(args)
+    assert sorted([*inside.lm_train_texts(args, parts), *held_out]) == sorted(texts)
+
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: deeper/unit-test-docs.jsonl\n---\n"
+    )
+    parts, held_out = inside.lm_texts(args)
+    assert sorted([*inside.lm_train_texts(args, parts), *held_out]) == sorted(texts[80:120])
+
+
+def test_short_texts_never_end_a_run(tmp_path):
+    """A stream has a few hundred in a row, all of which do not fill a sequence."""
+    rows = [{"text": "to be short"}, *[{"text": f"{number} lorem " * 50} for number in range(200)]]
+    write_rows(tmp_path / "rows.jsonl", [rows[max(0, number - 400)] for number in range(600)])
+    flags = ("--dataset", tmp_path / "rows.jsonl", "--seq-length", 512, "--max-steps", 8, "--no-save-model")
+    run_many("lm_multinode.py", {tmp_path: (*flags, "--micro-batch-size", 1, "--log-every", 1)}, 1)
+    assert len(curve(tmp_path)) == 8
+
+
+def test_a_run_goes_on_with_its_tokenizer_and_its_files(tmp_path):
+    """Its tokenizer also where the texts have changed, and with another number of texts to validate on."""
+    folder = tmp_path / "texts"
+    write_rows(folder / "a.jsonl", [{"text": f"{number} lorem " * 9} for number in range(300)])
+    flags = ("--dataset", folder, "--max-steps", 4, "--micro-batch-size", 8, "--seq-length", 16, "--log-every", 1)
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    stop = (*flags, "--checkpoint-every", 2)
+    run_many("lm_multinode.py", {whole: stop, other: stop}, 1)
+    for path in (whole, other):
+        shutil.rmtree(path / "checkpoints/step-0000004")
+    resumed = {other: (*flags, "--resume", "--num-validation-texts", 3, "--validate-every", 1)}
+    run_many("lm_multinode.py", resumed, 1)
+    assert curve(other)[-2:] == curve(whole)[-2:]
+
+    write_rows(folder / "a.jsonl", [{"text": f"ipsum {number} " * 9} for number in range(300)])
+    run_many("lm_multinode.py", {whole: (*flags, "--resume")}, 1)
+    tokenizers = [(path / "model/tokenizer.json").read_bytes() for path in (whole, other)]
+    assert tokenizers[0] == tokenizers[1]
+
+    write_rows(folder / "b.jsonl", [{"text": "another file"}])
+    refused = run("lm_multinode.py", *flags, "--resume", "--output-dir", whole, processes=1, fork=True)
+    assert refused.returncode == 2 and "files" in refused.stderr
 
 
 @pytest.mark.long

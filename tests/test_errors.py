@@ -1,5 +1,6 @@
 """Bad input ends with code 2 and one sentence on stderr, which names the flag and the cure; nothing is saved."""
 
+import gzip
 import json
 import shlex
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+import datasets
 import pytest
 from conftest import hub, make_model, run, write_mnist
 from transformers import AutoConfig, GPT2Config, LlamaConfig, T5Config
@@ -35,9 +37,11 @@ USUAL = [
     (f"{T5} --model t5-bare", 2, "t5-bare has no tokenizer"),
     ("t5_fsdp.py --backward-prefetch post", 1, "--backward-prefetch", "--fsdp-version 1"),
     ("lm_multinode.py --dataset absent*.jsonl", 1, "absent*.jsonl"),
-    ("lm_multinode.py --dataset columns.jsonl", 2, "--dataset columns.jsonl", "text", "body"),
-    ("lm_multinode.py --dataset cut.jsonl", 2, "--dataset cut.jsonl", "JSON"),
+    ("lm_multinode.py --dataset columns.jsonl", 2, "columns.jsonl", "text", "body"),
+    ("lm_multinode.py --dataset cut.jsonl", 2, "cut.jsonl", "JSON"),
     ("lm_multinode.py --dataset few.jsonl", 1, "--dataset few.jsonl", "too few texts"),
+    *((f"lm_multinode.py --dataset later-{kind}", 2, f"wrong.{kind}") for kind in ("jsonl", "json.gz", "parquet")),
+    ("lm_multinode.py --tokenizer endless", 1, "EOS"),
     ("lm_multinode.py --global-batch-size 20", 2, "--global-batch-size", "--micro-batch-size"),
     ("lm_multinode.py --model short --seq-length 65", 1, "--model short", "--seq-length of 64"),
     ("lm_multinode.py --model some/absent", 2, "some/absent is no folder here"),
@@ -50,6 +54,7 @@ RARE = [
     ("t5_fsdp.py --lr nan", 1, "--lr", "nan"),
     ("t5_fsdp.py --sharding-strategy HYBRID_SHARD", 1, "--sharding-strategy", "FULL_SHARD", "SHARD_GRAD_OP"),
     ("t5_fsdp.py --fsdp-version 1 --cpu-offload", 1, "--fsdp-version 2"),
+    ("lm_multinode.py --dataset texts.tsv", 1, "texts.tsv", ".jsonl"),
     (f"{T5} --lr 1e30 --precision fp32 --no-run-validation --batch-size 2 --checkpoint-every 4", 1, "finite", "--lr"),
     ("t5_fsdp.py --dataset someone/absent", 1, "someone/absent"),
     ("lm_multinode.py --model small --seq-length 64", 1, "--model small knows 9 tokens", "--tokenizer"),
@@ -93,6 +98,13 @@ def files(tmp_path_factory, articles_csv):
         (folder / f"{name}.jsonl").write_text("".join(lines[:count]))
     (folder / "cut.jsonl").write_text(lines[0] + lines[1][:9])
     (folder / "columns.jsonl").write_text('{"body": "a"}\n')
+    for kind in ("jsonl", "json.gz", "parquet"):
+        (folder / f"later-{kind}").mkdir()
+        (folder / f"later-{kind}/a.jsonl").write_text("".join(lines))
+    (folder / "later-jsonl/wrong.jsonl").write_text(lines[0] + lines[1][:9])
+    (folder / "later-json.gz/wrong.json.gz").write_bytes(gzip.compress("".join(lines).encode())[:-500])
+    datasets.Dataset.from_dict({"body": ["a"]}).to_parquet(folder / "later-parquet/wrong.parquet")
+    (folder / "texts.tsv").write_text("text\na\n")
     (folder / "columns.csv").write_text("body,abstract\na,b\n")
     (folder / "file").touch()
     (folder / "empty").mkdir()
@@ -104,7 +116,10 @@ def files(tmp_path_factory, articles_csv):
     (folder / "bert" / "config.json").write_text('{"model_type": "bert"}')
     train_tokenizer(["0 1"], 300, append_eos=False).save_pretrained(folder / "short")
     LlamaConfig(max_position_embeddings=64).save_pretrained(folder / "short")
-    train_tokenizer(["0 1"], 300, append_eos=False).save_pretrained(folder / "small")
+    endless = train_tokenizer(["0 1"], 300, append_eos=False)
+    endless.save_pretrained(folder / "small")
+    endless.eos_token = None
+    endless.save_pretrained(folder / "endless")
     LlamaConfig(vocab_size=9).save_pretrained(folder / "small")
     T5Config().save_pretrained(folder / "t5-bare")
     write_mnist(folder / "mnist")
