@@ -392,10 +392,8 @@ def load_config(args):
 
 
 # The files that are read, and those of a folder that are not to be trained on, by their names.
-FORMATS = re.compile(r"\.(json|parquet)l?(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
-HELD_BACK = re.compile(
-    r"/(test|val|valid|validation|dev|eval)(-\d+-of-\d+)?\.[^/]*$", re.IGNORECASE
-)
+FORMATS = re.compile(r"\.(json|parquet)l?(\.(gz|bz2|xz|zst))?$", re.I)
+HELD_BACK = re.compile(r"/(test|val|valid|validation|dev|eval)(-\d+-of-\d+)?\.[^/]*$", re.I)
 
 
 class Part(NamedTuple):
@@ -407,8 +405,18 @@ class Part(NamedTuple):
     num_groups: int = 1
 
 
+@contextlib.contextmanager
+def naming(source: str):
+    """Any error becomes one sentence that names what is read."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise common.UserError(f"cannot read {source}: {reason}") from error
+
+
 def find_parts(args) -> list[Part]:
-    """The parts of --dataset. Raises UserError where there are none."""
+    """The parts of --dataset. Raises UserError where it is not found."""
     name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
     if name == "builtin":
         return [Part("builtin", "builtin")]
@@ -416,20 +424,14 @@ def find_parts(args) -> list[Part]:
     card = Path(name, "README.md")
     has_card = card.exists() and card.read_text().startswith("---")  # which names its files
     is_folder = os.path.isdir(name) and not has_card
-    path, _, config = name.partition(":")
-    source = {"path": path, "name": config or None}
-    if is_folder:
-        source = {"path": "json", "data_files": f"{name}/**"}
-    elif FORMATS.search(name):
-        source = {"path": "json", "data_files": name}
-    try:
-        builder = datasets.load_dataset_builder(**source)
+    with naming(f"--dataset {name} (.jsonl, .json, .parquet, a folder, or a name on the Hub)"):
+        if is_folder:
+            builder = datasets.load_dataset_builder("json", data_files=f"{name}/**")
+        elif FORMATS.search(name):
+            builder = datasets.load_dataset_builder("json", data_files=name)
+        else:
+            builder = datasets.load_dataset_builder(*name.split(":"))
         files = builder.config.data_files["train"]
-    except (KeyError, ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise common.UserError(
-            f"--dataset {name} is no .jsonl, .json or .parquet file, no folder with such files, and"
-            f" no dataset of the Hub to train on: {error}"
-        ) from error
     if is_folder:
         files = [file for file in files if FORMATS.search(file) and not HELD_BACK.search(file)]
 
@@ -449,16 +451,6 @@ def find_parts(args) -> list[Part]:
                 num_groups = open_part(part).reshard().num_shards
         groups += [part._replace(group=i, num_groups=num_groups) for i in range(num_groups)]
     return groups
-
-
-@contextlib.contextmanager
-def naming(file: str):
-    """An error of any kind becomes one sentence that names the file."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise common.UserError(f"cannot read {file}: {reason}") from error
 
 
 def streams_of_a_part(args, num_parts: int) -> int:
@@ -521,21 +513,21 @@ def load_texts(args) -> tuple[list[Part], list[str], list[str]]:
             side = held_out if is_held_out(text) else first
             side.append(text)
         if len(held_out) >= args.num_validation_texts and len(first) >= 2000:
-            more = "more than "
+            more = "more than "  # it need not read on
             break
     if not held_out:
-        raise common.UserError(f"--dataset {args.dataset} has too few texts to hold some out")
+        raise common.UserError(
+            f"--dataset {args.dataset} has no files, or too few texts to hold some out"
+        )
 
     if dist.get_rank() == 0:
         files = list(dict.fromkeys(Path(part.file).name for part in parts))
         names = ", ".join(files[:5] + ["..."] * (len(files) > 5))
+        print(f"dataset  {len(files):,} files: {names}", flush=True)
         num_texts = len(first) + len(held_out)
-        print(
-            f"dataset  {names}: {len(files):,} files, {more}{num_texts:,} texts,"
-            f" {num_rows - num_texts:,} rows without; {streams_of_a_part(args, len(parts))} streams"
-            " read a file",
-            flush=True,
-        )
+        sharing = streams_of_a_part(args, len(parts))
+        rest = f"{num_rows - num_texts:,} rows without one; {sharing} streams read each file"
+        print(f"texts    {more}{num_texts:,}, {rest}", flush=True)
     return parts, first, held_out[: args.num_validation_texts]
 
 
