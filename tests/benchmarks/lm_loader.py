@@ -3,10 +3,10 @@
     python tests/benchmarks/lm_loader.py
 
 The texts are paragraphs of Python's reference in random order, with lengths as in C4, in gzipped files of C4's format;
-the tokenizer is trained on them. A step has 16 micro-batches, each from a stream of its own: one process has all 16
-streams, and one of eight has two. Many micro-batches are read, so that each stream packs several blocks of texts. The
-worker needs a core of its own, and so does the process that trains. What a GPU needs is at 50% MFU, by the formula of
-the script.
+the tokenizer is trained on them. A step has 16 micro-batches, each from a stream of its own with eight files: one
+process has all 16 streams, and one of eight has two. Many micro-batches are read, so that each stream packs several
+blocks of texts. The worker needs a core of its own, and so does the process that trains. What a GPU needs is at 50%
+MFU, by the formula of the script.
 """
 
 import argparse
@@ -39,13 +39,13 @@ from inside import (
 
 
 def write_texts(folder: Path, texts: int) -> None:
-    """A tokenizer, and eight files of so many texts, with 480 tokens on average, half of them below 260."""
+    """A tokenizer, and 128 files of so many texts, with 480 tokens on average, half of them below 260."""
     paragraphs = [part for topic in topics.values() for part in topic.split("\n\n")]
     tokenizer = train_tokenizer(paragraphs, 32_000, append_eos=False)
     tokenizer.save_pretrained(folder)
     tokens_each = len(tokenizer(" ".join(paragraphs))["input_ids"]) / len(paragraphs)
     choose = random.Random(0)
-    for shard in range(8):
+    for shard in range(128):
         with gzip.open(folder / f"c4-train.{shard:05d}.json.gz", "wt") as file:
             for _ in range(texts):
                 count = round(choose.lognormvariate(-0.6, 1.1) * 480 / tokens_each)
@@ -85,7 +85,7 @@ def rows(folder: Path, micro_batches: int):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro-batches", type=int, default=800, help="to read, of 8 sequences")
-    parser.add_argument("--texts", type=int, default=8000, help="in each of eight files")
+    parser.add_argument("--texts", type=int, default=500, help="in each of 128 files")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         write_texts(Path(scratch), options.texts)
