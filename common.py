@@ -429,14 +429,21 @@ class Log:
 # ---- Checkpoints -------------------------------------------------------------------------------
 
 
+def step_folders(folder: Path) -> list[Path]:
+    """Those of `save_checkpoint`, oldest first. All else in `checkpoints` is the user's."""
+    paths = folder.glob("checkpoints/step-*")
+    own = [path for path in paths if path.name[5:].isdecimal()]
+    return sorted(own, key=lambda path: int(path.name[5:]))
+
+
 def finished_checkpoints(folder: Path) -> list[Path]:
     """Oldest first. torch.distributed.checkpoint writes `.metadata` last."""
-    return sorted(file.parent for file in folder.glob("checkpoints/*/.metadata"))
+    return [path for path in step_folders(folder) if (path / ".metadata").exists()]
 
 
 def find_checkpoint(folder: Path, resume: bool) -> Path | None:
     """The newest checkpoint, if there is one, as rank 0 sees it. A collective."""
-    newest = from_rank0(max(finished_checkpoints(folder), default=None))
+    newest = from_rank0(next(reversed(finished_checkpoints(folder)), None))
     if resume and newest is None and dist.get_rank() == 0:
         print("resume   finds no checkpoint: from the beginning", flush=True)
     if newest and not resume:
@@ -464,7 +471,7 @@ def save_checkpoint(folder: Path, progress: dict, args, model, optimizer, world)
 
     if world.rank == 0:
         keep = finished_checkpoints(folder)[-2:]
-        for other in set(folder.glob("checkpoints/*")) - set(keep):  # half-written ones, too
+        for other in set(step_folders(folder)) - set(keep):  # half-written ones, too
             shutil.rmtree(other, ignore_errors=True)
 
 

@@ -234,6 +234,26 @@ def test_the_best_model_stays_the_best_after_a_resume(t5, tmp_path):
     assert "from step 3 of 3" in finished.stdout and len(losses(tmp_path)) == 3
 
 
+def test_what_is_not_step_and_digits_is_no_checkpoint(t5, t5_runs, tmp_path):
+    """It stays, and nothing is resumed from it. Steps of eight digits come after those of seven."""
+    start = shutil.copytree(checkpoint(t5_runs / "whole2", T5_STEPS), checkpoint(tmp_path, 9_999_998))
+    file = start / "progress.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 9_999_998}))
+    kept = ("best", "step-9999999-best", "step-")
+    for name in kept:
+        (start.parent / name).mkdir()
+        (start.parent / name / ".metadata").touch()
+    checkpoint(tmp_path, 7).mkdir()  # half-written
+    (start.parent / "notes.txt").touch()
+
+    flags = (*t5, "--checkpoint-every", 1, "--no-run-validation", "--no-save-model", "--resume")
+    flags = (*flags, "--output-dir", tmp_path, "--max-steps")
+    run_many("t5_fsdp.py", [(*flags, 10_000_000), (*flags, 10_000_001)], 2)
+    assert list(losses(tmp_path)) == [9_999_999, 10_000_000, 10_000_001]
+    names = {path.name for path in start.parent.iterdir()}
+    assert names == {*kept, "notes.txt", "step-10000000", "step-10000001"}
+
+
 @pytest.mark.long
 def test_t5_ends_while_workers_make_batches(t5, tmp_path):
     """They ignore the SIGTERM with which Python ends them."""
