@@ -183,17 +183,16 @@ def start_processes(count: int, *more_flags: str):
 
 def find_device_type(name: str) -> str:
     """`--device`, in which auto is the accelerator that torch finds, else the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None and found.type == "mps":  # Apple's, on which FSDP does not run
-        found = None
-    if name == "cpu" or (name == "auto" and found is None):
-        return "cpu"
-    if found is None or name not in ("auto", found.type):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator.type if accelerator else "cpu"
+    if found == "mps":  # Apple's, on which FSDP does not run
+        found = "cpu"
+    if name not in ("auto", "cpu", found):
         raise UserError(
             f"--device {name}: torch {torch.__version__} finds none; install its build or use"
             " --device cpu"
         )
-    return found.type
+    return found if name == "auto" else name
 
 
 def setup(device_type: str) -> World:
@@ -331,17 +330,14 @@ def sum_over_ranks(values: torch.Tensor, group=None):
 
 
 def describe_state(model, shards: int) -> str:
-    """What each process will hold of a model, which may be on the meta device. Adam in fp32 holds
-    12 bytes beside each weight that is trained: the gradient and two moments."""
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    num_bytes = sum(parameter.nbytes for parameter in parameters)
-    num_bytes += sum(12 * parameter.numel() for parameter in trained)
-
-    text = f"{sum(parameter.numel() for parameter in parameters):,} parameters"
-    if len(trained) < len(parameters):
-        text += f", {sum(parameter.numel() for parameter in trained):,} trained"
-    return f"{text}, {num_bytes / shards / 2**30:.3f} GiB of state a process"
+    """What each process will hold of a model, which may be on the meta device. Weights are fp32;
+    beside one that is trained are 12 bytes: the gradient, and Adam's two moments."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    text = f"{count:,} parameters"
+    if trained < count:
+        text += f", {trained:,} trained"
+    return f"{text}, {(4 * count + 12 * trained) / shards / 2**30:.3f} GiB of state a process"
 
 
 def state_gib(model, optimizer) -> float:
@@ -431,8 +427,7 @@ class Log:
 
 def step_folders(folder: Path) -> list[Path]:
     """Those of `save_checkpoint`, oldest first. All else in `checkpoints` is the user's."""
-    paths = folder.glob("checkpoints/step-*")
-    own = [path for path in paths if path.name[5:].isdecimal()]
+    own = [path for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
     return sorted(own, key=lambda path: int(path.name[5:]))
 
 
@@ -460,11 +455,10 @@ def save_checkpoint(folder: Path, progress: dict, args, model, optimizer, world)
     progress: the `step`, and what else JSON can hold; the same on all ranks.
     """
     path = folder / "checkpoints" / f"step-{progress['step']:07d}"
+    path.mkdir(parents=True, exist_ok=True)  # on every rank, as dcp.save looks into it
     if world.rank == 0:
-        path.mkdir(parents=True, exist_ok=True)  # a killed run may have left it
-        settings = {"settings": vars(args)}
-        (path / "progress.json").write_text(json.dumps(progress | settings, default=str))
-    dist.barrier()  # dcp.save looks into the folder on every rank
+        text = json.dumps(progress | {"settings": vars(args)}, default=str)
+        (path / "progress.json").write_text(text)
 
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path)
@@ -485,10 +479,9 @@ def load_checkpoint(path: Path, args, must_match: list[str], model, optimizer) -
     for name in must_match:
         before = progress["settings"].get(name)
         if before != getattr(args, name):
-            flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{path} was made with {flag} {before}; resume with it, or choose another"
-                " --output-dir"
+                f"{path} was made with --{name.replace('_', '-')} {before}; resume with it, or"
+                " choose another --output-dir"
             )
 
     weights, moments = get_state_dict(model, optimizer)
