@@ -109,6 +109,10 @@ class UserError(Exception):
     """Bad input. Its text is one sentence that says what is wrong and what to do."""
 
 
+# What torchrun tells each of its processes
+TORCHRUN = set("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split())
+
+
 class World(NamedTuple):
     rank: int
     local_rank: int  # on this node
@@ -124,10 +128,16 @@ def run(main, args):
         num_processes = args.num_processes
         if num_processes == 0:
             num_processes = 2 if device_type == "cpu" else torch.accelerator.device_count()
-        if num_processes > 1 and "RANK" not in os.environ:
+        if num_processes > 1 and TORCHRUN.isdisjoint(os.environ):
             start_processes(num_processes)
             return
-        main(args, setup(device_type))
+        world = setup(device_type)
+        if args.num_processes not in (0, world.local_size):
+            raise UserError(
+                f"--num-processes {args.num_processes}: torchrun has started {world.local_size} on"
+                " this node; leave the flag out"
+            )
+        main(args, world)
     except (UserError, OSError, dist.DistNetworkError) as error:  # OSError: files, disk, Hub
         lines = str(error).strip().splitlines()
         # A DataLoader's worker hands on a whole traceback, of which the last line counts.
@@ -197,8 +207,9 @@ def find_device_type(name: str) -> str:
 
 def setup(device_type: str) -> World:
     """Read torchrun's environment, choose the device and start the process group. A collective."""
-    if "RANK" in os.environ and "MASTER_PORT" not in os.environ:
-        raise UserError("RANK is set, but not by torchrun; unset it, or start with torchrun")
+    given = TORCHRUN & os.environ.keys()
+    if given not in (set(), TORCHRUN):
+        raise UserError(f"unset {' '.join(given)}, or start with torchrun, which sets all it needs")
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -229,7 +240,7 @@ def setup(device_type: str) -> World:
         torch.set_float32_matmul_precision("high")
 
     store = dist.HashStore()  # without torchrun: one process
-    if "RANK" in os.environ:
+    if given:
         # After a restart torchrun's store still has the addresses of dead processes
         # (pytorch#135712), so rank 0 serves a new one, two ports further. Not where torchrun took
         # any port that was free, above 32767: there others do so, too.

@@ -272,12 +272,12 @@ def parse_args():
     common.add_run_flags(parser.add_argument_group("processes and output"))
     parser.set_defaults(save_model=False)
     args = parser.parse_args()
-    if args.mode is None and "RANK" in os.environ:
+    if args.mode is None and not common.TORCHRUN.isdisjoint(os.environ):
         args.mode = "fsdp"
     if args.mode == "local":
         args.num_processes = 1
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            parser.error("--mode local trains in one process; start it with python, not torchrun")
+            parser.error("--mode local is one process: use python, without torchrun or WORLD_SIZE")
     return args
 
 

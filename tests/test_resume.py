@@ -172,7 +172,8 @@ def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, l
 
 def test_replicas_resume(lm, tmp_path):
     """On two nodes."""
-    check_resume("lm_multinode.py", [(*lm, "--sharding-strategy", "HYBRID_SHARD")], tmp_path, processes=4, per_node=2)
+    flags = (*lm, "--sharding-strategy", "HYBRID_SHARD", "--num-processes", 2)  # of a node
+    check_resume("lm_multinode.py", [flags], tmp_path, processes=4, per_node=2)
 
 
 @pytest.mark.long
