@@ -400,6 +400,8 @@ class Log:
     def __init__(self, world, folder: Path):
         self.is_rank0 = world.rank == 0
         self.path = folder / "metrics.jsonl"
+        if self.is_rank0 and self.path.exists():  # without a last line that was cut
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self.run = time.strftime("%Y-%m-%d-%H-%M-%S")
         self.start = time.time()
         folder.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,7 @@ def test_both_halves_of_mnist_learn_and_stand_side_by_side(tmp_path):
     """`python mnist_fsdp.py` with fewer images in smaller batches: a process holds half of the state."""
     flags = ("--model", "shallow", "--num-train-samples", 960, "--batch-size", 16, "--epochs", 1, "--lr", 0.003)
     flags = (*flags, "--min-num-params", 10_000_000)  # one unit: nothing of it may count as gathered
+    (tmp_path / "metrics.jsonl").write_text('{"network": "deep", "mode": "local"}\n{"netw')  # of a killed run
     finished = succeed("mnist_fsdp.py", *flags, "--save-model", "--output-dir", tmp_path)
     for processes in (1, 2):
         assert re.search(torchrun_command(processes, "mnist_fsdp.py", flags), finished.stdout, re.MULTILINE)
