@@ -449,15 +449,20 @@ def finished_checkpoints(folder: Path) -> list[Path]:
     return [path for path in step_folders(folder) if (path / ".metadata").exists()]
 
 
-def find_checkpoint(folder: Path, resume: bool) -> Path | None:
-    """The newest checkpoint, if there is one, as rank 0 sees it. A collective."""
-    newest = from_rank0(next(reversed(finished_checkpoints(folder)), None))
-    if resume and newest is None and dist.get_rank() == 0:
-        print("resume   finds no checkpoint: from the beginning", flush=True)
-    if newest and not resume:
+def find_checkpoint(args, model_folder: Path) -> Path | None:
+    """The newest checkpoint, if there is one, as rank 0 sees it. Raises UserError where the run
+    would write over what it starts from, or over another run. A collective."""
+    if args.save_model and model_folder.resolve() == Path(args.model).resolve():
         raise UserError(
-            f"{folder} holds checkpoints of an earlier run; add --resume, or choose another"
-            " --output-dir"
+            f"the trained model would replace --model {args.model}; choose another --output-dir"
+        )
+    newest = from_rank0(next(reversed(finished_checkpoints(args.output_dir)), None))
+    if args.resume and newest is None and dist.get_rank() == 0:
+        print("resume   finds no checkpoint: from the beginning", flush=True)
+    if newest and not args.resume:
+        raise UserError(
+            f"{args.output_dir} holds checkpoints of an earlier run; add --resume, or choose"
+            " another --output-dir"
         )
     return newest
 
@@ -557,6 +562,13 @@ def load_weights(model, full_model, world, offload: bool):
         buffer.data = full_buffer.to(world.device)
 
 
+# What `from_pretrained` takes for a model's weights, their index, or an adapter
+WEIGHTS = (
+    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|adapter_config\.json"
+)
+
+
 def export(model, meta_model, tokenizer, folder: Path, world):
     """Gather the weights on rank 0's CPU and save them for `from_pretrained`. A collective, which
     takes the place of FSDP1's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
@@ -571,13 +583,20 @@ def export(model, meta_model, tokenizer, folder: Path, world):
         kept = [*meta_model.named_parameters(), *meta_model.named_buffers()]
         weights = {name: weights[name] for name, _ in kept if name in weights}
         meta_model.generation_config = model.generation_config
-        partial = folder.with_name(folder.name + ".partial")  # `folder` stays until this is whole
+        partial = folder / ".partial"  # the model before stays until this one is whole
+        shutil.rmtree(partial, ignore_errors=True)  # a killed run's
         meta_model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
-        # Some of `folder` may stay: on a network's disk another node can hold a file open.
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(exist_ok=True)
+
+        for file in folder.iterdir():
+            if re.fullmatch(WEIGHTS, file.name):
+                file.unlink()
+        # Weights last: if this run is killed here, the folder has none, and loads as no model.
         for file in partial.iterdir():
+            if file.suffix != ".safetensors":
+                file.replace(folder / file.name)
+        for file in partial.iterdir():
+            shutil.copymode(folder / "tokenizer_config.json", file)  # theirs: owner only
             file.replace(folder / file.name)
         partial.rmdir()
     dist.barrier()  # rank 0's disk may be slow

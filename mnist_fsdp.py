@@ -41,7 +41,7 @@ from torchvision import datasets
 from torchvision.transforms.functional import pil_to_tensor
 
 from PIL import Image, ImageDraw, ImageFont
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 import common
 
@@ -354,7 +354,7 @@ def main(args, world):
             folder = args.output_dir / f"{network}-{args.mode}"
             if world.rank == 0:
                 folder.mkdir(exist_ok=True)
-                save_file(weights, folder / "model.safetensors")
+                (folder / "model.safetensors").write_bytes(save(weights))
         del model, optimizer
         gc.collect()  # FSDP's objects refer to each other in circles
 

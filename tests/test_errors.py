@@ -26,6 +26,8 @@ USUAL = [
     ("t5_fsdp.py --num-processes 4", 2, "--num-processes 4", "torchrun"),
     ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
     ("t5_fsdp.py --output-dir file", 1, "file"),
+    ("t5_fsdp.py --model t5 --output-dir linked", 2, "--model t5", "--output-dir"),
+    ("lm_multinode.py --model linked/model --output-dir t5/../linked", 1, "--model linked/model", "--output-dir"),
     ("t5_fsdp.py --output-dir trained", 1, "trained", "--resume", "--output-dir"),
     ("t5_fsdp.py --dataset absent.csv", 2, "absent.csv"),
     ("t5_fsdp.py --dataset columns.csv", 1, "--dataset columns.csv", "text", "body, abstract"),
@@ -97,6 +99,9 @@ def files(tmp_path_factory, articles_csv):
     (folder / "columns.csv").write_text("body,abstract\na,b\n")
     (folder / "file").touch()
     (folder / "empty").mkdir()
+    (folder / "linked").mkdir()
+    for name in ("best", "model"):
+        (folder / "linked" / name).symlink_to("../t5")
     (folder / "trained/checkpoints/step-0000001").mkdir(parents=True)
     (folder / "trained/checkpoints/step-0000001/.metadata").touch()
 
