@@ -272,7 +272,7 @@ def parse_args():
     common.add_run_flags(parser.add_argument_group("processes and output"))
     parser.set_defaults(save_model=False)
     args = parser.parse_args()
-    if args.mode is None and not common.TORCHRUN.isdisjoint(os.environ):
+    if args.mode is None and common.TORCHRUN & os.environ.keys():
         args.mode = "fsdp"
     if args.mode == "local":
         args.num_processes = 1
