@@ -109,6 +109,10 @@ class UserError(Exception):
     """Bad input. Its text is one sentence that says what is wrong and what to do."""
 
 
+# What torchrun tells each of its processes
+TORCHRUN = set("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split())
+
+
 class World(NamedTuple):
     rank: int
     local_rank: int  # on this node
@@ -124,10 +128,16 @@ def run(main, args):
         num_processes = args.num_processes
         if num_processes == 0:
             num_processes = 2 if device_type == "cpu" else torch.accelerator.device_count()
-        if num_processes > 1 and "RANK" not in os.environ:
+        if num_processes > 1 and TORCHRUN.isdisjoint(os.environ):
             start_processes(num_processes)
             return
-        main(args, setup(device_type))
+        world = setup(device_type)
+        if args.num_processes not in (0, world.local_size):
+            raise UserError(
+                f"--num-processes {args.num_processes}: torchrun has started {world.local_size} on"
+                " this node; leave the flag out"
+            )
+        main(args, world)
     except (UserError, OSError, dist.DistNetworkError) as error:  # OSError: files, disk, Hub
         lines = str(error).strip().splitlines()
         # A DataLoader's worker hands on a whole traceback, of which the last line counts.
@@ -183,23 +193,23 @@ def start_processes(count: int, *more_flags: str):
 
 def find_device_type(name: str) -> str:
     """`--device`, in which auto is the accelerator that torch finds, else the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None and found.type == "mps":  # Apple's, on which FSDP does not run
-        found = None
-    if name == "cpu" or (name == "auto" and found is None):
-        return "cpu"
-    if found is None or name not in ("auto", found.type):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator.type if accelerator else "cpu"
+    if found == "mps":  # Apple's, on which FSDP does not run
+        found = "cpu"
+    if name not in ("auto", "cpu", found):
         raise UserError(
             f"--device {name}: torch {torch.__version__} finds none; install its build or use"
             " --device cpu"
         )
-    return found.type
+    return found if name == "auto" else name
 
 
 def setup(device_type: str) -> World:
     """Read torchrun's environment, choose the device and start the process group. A collective."""
-    if "RANK" in os.environ and "MASTER_PORT" not in os.environ:
-        raise UserError("RANK is set, but not by torchrun; unset it, or start with torchrun")
+    given = TORCHRUN & os.environ.keys()
+    if given not in (set(), TORCHRUN):
+        raise UserError(f"unset {' '.join(given)}, or start with torchrun, which sets all it needs")
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -230,7 +240,7 @@ def setup(device_type: str) -> World:
         torch.set_float32_matmul_precision("high")
 
     store = dist.HashStore()  # without torchrun: one process
-    if "RANK" in os.environ:
+    if given:
         # After a restart torchrun's store still has the addresses of dead processes
         # (pytorch#135712), so rank 0 serves a new one, two ports further. Not where torchrun took
         # any port that was free, above 32767: there others do so, too.
@@ -333,14 +343,17 @@ def sum_over_ranks(values: torch.Tensor, group=None):
 def describe_state(model, shards: int) -> str:
     """What each process will hold of a model, which may be on the meta device. Adam in fp32 holds
     12 bytes beside each weight that is trained: the gradient and two moments."""
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    num_bytes = sum(parameter.nbytes for parameter in parameters)
-    num_bytes += sum(12 * parameter.numel() for parameter in trained)
-
-    text = f"{sum(parameter.numel() for parameter in parameters):,} parameters"
-    if len(trained) < len(parameters):
-        text += f", {sum(parameter.numel() for parameter in trained):,} trained"
+    count = 0
+    trained = 0
+    num_bytes = 0
+    for parameter in model.parameters():
+        count += parameter.numel()
+        trained += parameter.numel() * parameter.requires_grad
+        num_bytes += parameter.nbytes
+    num_bytes += 12 * trained
+    text = f"{count:,} parameters"
+    if trained < count:
+        text += f", {trained:,} trained"
     return f"{text}, {num_bytes / shards / 2**30:.3f} GiB of state a process"
 
 
@@ -393,6 +406,8 @@ class Log:
     def __init__(self, world, folder: Path):
         self.is_rank0 = world.rank == 0
         self.path = folder / "metrics.jsonl"
+        if self.is_rank0 and self.path.exists():  # without a last line that was cut
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self.run = time.strftime("%Y-%m-%d-%H-%M-%S")
         self.start = time.time()
         folder.mkdir(parents=True, exist_ok=True)
@@ -429,20 +444,31 @@ class Log:
 # ---- Checkpoints -------------------------------------------------------------------------------
 
 
+def step_folders(folder: Path) -> list[Path]:
+    """Those of `save_checkpoint`, oldest first. All else in `checkpoints` is the user's."""
+    own = [path for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
+    return sorted(own, key=lambda path: int(path.name[5:]))
+
+
 def finished_checkpoints(folder: Path) -> list[Path]:
     """Oldest first. torch.distributed.checkpoint writes `.metadata` last."""
-    return sorted(file.parent for file in folder.glob("checkpoints/*/.metadata"))
+    return [path for path in step_folders(folder) if (path / ".metadata").exists()]
 
 
-def find_checkpoint(folder: Path, resume: bool) -> Path | None:
-    """The newest checkpoint, if there is one, as rank 0 sees it. A collective."""
-    newest = from_rank0(max(finished_checkpoints(folder), default=None))
-    if resume and newest is None and dist.get_rank() == 0:
-        print("resume   finds no checkpoint: from the beginning", flush=True)
-    if newest and not resume:
+def find_checkpoint(args, model_folder: Path) -> Path | None:
+    """The newest checkpoint, if there is one, as rank 0 sees it. Raises UserError where the run
+    would write over what it starts from, or over another run. A collective."""
+    if args.save_model and model_folder.resolve() == Path(args.model).resolve():
         raise UserError(
-            f"{folder} holds checkpoints of an earlier run; add --resume, or choose another"
-            " --output-dir"
+            f"the trained model would replace --model {args.model}; choose another --output-dir"
+        )
+    newest = from_rank0([None, *finished_checkpoints(args.output_dir)][-1])
+    if args.resume and newest is None and dist.get_rank() == 0:
+        print("resume   finds no checkpoint: from the beginning", flush=True)
+    if newest and not args.resume:
+        raise UserError(
+            f"{args.output_dir} holds checkpoints of an earlier run; add --resume, or choose"
+            " another --output-dir"
         )
     return newest
 
@@ -453,19 +479,18 @@ def save_checkpoint(folder: Path, progress: dict, args, model, optimizer, tokeni
     progress: the `step`, and what else JSON can hold; the same on all ranks.
     """
     path = folder / "checkpoints" / f"step-{progress['step']:07d}"
+    path.mkdir(parents=True, exist_ok=True)  # on every rank, as dcp.save looks into it
     if world.rank == 0:
-        path.mkdir(parents=True, exist_ok=True)  # a killed run may have left it
-        settings = {"settings": vars(args)}
-        (path / "progress.json").write_text(json.dumps(progress | settings, default=str))
+        progress = progress | {"settings": vars(args)}
+        (path / "progress.json").write_text(json.dumps(progress, default=str))
         tokenizer.save_pretrained(path)  # --resume must not train another one
-    dist.barrier()  # dcp.save looks into the folder on every rank
 
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path)
 
     if world.rank == 0:
         keep = finished_checkpoints(folder)[-2:]
-        for other in set(folder.glob("checkpoints/*")) - set(keep):  # half-written ones, too
+        for other in set(step_folders(folder)) - set(keep):  # half-written ones, too
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -479,10 +504,9 @@ def load_checkpoint(path: Path, args, must_match: list[str], model, optimizer) -
     for name in must_match:
         before = progress["settings"].get(name)
         if before != getattr(args, name):
-            flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{path} was made with {flag} {before}; resume with it, or choose another"
-                " --output-dir"
+                f"{path} was made with --{name.replace('_', '-')} {before}; resume with it, or"
+                " choose another --output-dir"
             )
 
     weights, moments = get_state_dict(model, optimizer)
@@ -545,6 +569,13 @@ def load_weights(model, full_model, world, offload: bool):
         buffer.data = full_buffer.to(world.device)
 
 
+# What `from_pretrained` takes for a model's weights, their index, or an adapter
+WEIGHTS = (
+    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|adapter_config\.json"
+)
+
+
 def export(model, meta_model, tokenizer, folder: Path, world):
     """Gather the weights on rank 0's CPU and save them for `from_pretrained`. A collective, which
     takes the place of FSDP1's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
@@ -559,13 +590,20 @@ def export(model, meta_model, tokenizer, folder: Path, world):
         kept = [*meta_model.named_parameters(), *meta_model.named_buffers()]
         weights = {name: weights[name] for name, _ in kept if name in weights}
         meta_model.generation_config = model.generation_config
-        partial = folder.with_name(folder.name + ".partial")  # `folder` stays until this is whole
+        partial = folder / ".partial"  # the model before stays until this one is whole
+        shutil.rmtree(partial, ignore_errors=True)  # a killed run's
         meta_model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
-        # Some of `folder` may stay: on a network's disk another node can hold a file open.
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(exist_ok=True)
+
+        for file in folder.iterdir():
+            if re.fullmatch(WEIGHTS, file.name):
+                file.unlink()
+        # Weights last: if this run is killed here, the folder has none, and loads as no model.
         for file in partial.iterdir():
+            if file.suffix != ".safetensors":
+                file.replace(folder / file.name)
+        for file in partial.iterdir():
+            shutil.copymode(folder / "tokenizer_config.json", file)  # theirs: owner only
             file.replace(folder / file.name)
         partial.rmdir()
     dist.barrier()  # rank 0's disk may be slow

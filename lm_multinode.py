@@ -844,9 +844,10 @@ def is_due(args, step: int, every: int) -> bool:
 
 def main(args, world):
     log = common.Log(world, args.output_dir)
+    model_folder = args.output_dir / "model"
     checkpoint = None
     if not args.compare_strategies:
-        checkpoint = common.find_checkpoint(args.output_dir, args.resume)
+        checkpoint = common.find_checkpoint(args, model_folder)
     args.precision = common.choose_precision(args.precision, world.device)
     smallest_batch = args.micro_batch_size * world.size
     if args.global_batch_size == 0:
@@ -962,10 +963,12 @@ def main(args, world):
                 validate(args, world, model, validation_set, log, step)
             start = time.perf_counter()  # without the time of saving and validation
 
+    saved = "not saved"
     if args.save_model:
-        common.export(model, meta_model, tokenizer, args.output_dir / "model", world)
+        common.export(model, meta_model, tokenizer, model_folder, world)
+        saved = f"{model_folder}, in place of any before it"
     log.print(f"metrics  {log.path}, run {log.run}")
-    log.print(f"model    {args.output_dir / 'model' if args.save_model else 'not saved'}")
+    log.print(f"model    {saved}")
 
 
 if __name__ == "__main__":

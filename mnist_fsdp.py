@@ -41,7 +41,7 @@ from torchvision import datasets
 from torchvision.transforms.functional import pil_to_tensor
 
 from PIL import Image, ImageDraw, ImageFont
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 import common
 
@@ -272,12 +272,12 @@ def parse_args():
     common.add_run_flags(parser.add_argument_group("processes and output"))
     parser.set_defaults(save_model=False)
     args = parser.parse_args()
-    if args.mode is None and "RANK" in os.environ:
+    if args.mode is None and common.TORCHRUN & os.environ.keys():
         args.mode = "fsdp"
     if args.mode == "local":
         args.num_processes = 1
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            parser.error("--mode local trains in one process; start it with python, not torchrun")
+            parser.error("--mode local is one process: use python, without torchrun or WORLD_SIZE")
     return args
 
 
@@ -354,7 +354,7 @@ def main(args, world):
             folder = args.output_dir / f"{network}-{args.mode}"
             if world.rank == 0:
                 folder.mkdir(exist_ok=True)
-                save_file(weights, folder / "model.safetensors")
+                (folder / "model.safetensors").write_bytes(save(weights))
         del model, optimizer
         gc.collect()  # FSDP's objects refer to each other in circles
 

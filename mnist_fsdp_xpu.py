@@ -43,7 +43,7 @@ from torchvision import datasets
 from torchvision.transforms.functional import pil_to_tensor
 
 from PIL import Image, ImageDraw, ImageFont
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 import common
 
@@ -307,7 +307,7 @@ def main(args, world):
         folder = args.output_dir / "shallow"
         if world.rank == 0:
             folder.mkdir(exist_ok=True)
-            save_file(weights, folder / "model.safetensors")
+            (folder / "model.safetensors").write_bytes(save(weights))
     log.print(f"metrics  {log.path}")
 
 

@@ -559,7 +559,8 @@ def parse_args():
 
 def main(args, world):
     log = common.Log(world, args.output_dir)
-    checkpoint = common.find_checkpoint(args.output_dir, args.resume)
+    best_folder = args.output_dir / "best"
+    checkpoint = common.find_checkpoint(args, best_folder)
     args.precision = common.choose_precision(args.precision, world.device)
 
     # Data
@@ -612,7 +613,6 @@ def main(args, world):
 
     # Train
     stop = common.StopRequest()
-    best_folder = args.output_dir / "best"
     totals = torch.zeros(3, device=world.device)  # since the last line
     start = time.perf_counter()
 

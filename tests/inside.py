@@ -458,6 +458,19 @@ def full_disk_in_export(script, number):
     script.common.export = export_and_fail
 
 
+def kill_in_export(script, number):
+    """When so many files have been moved into the model's folder."""
+    numbers = itertools.count(1)
+    replace = Path.replace
+
+    def replace_and_die(path, target):
+        replace(path, target)
+        if next(numbers) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Path.replace = replace_and_die
+
+
 def infinite_loss(script, rank, number, in_training=True, only_gradient=False):
     """Of a rank's micro-batch of that number, in training or in validation; or its gradient, of a finite loss."""
     summed_loss = script.summed_loss

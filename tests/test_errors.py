@@ -25,8 +25,11 @@ USUAL = [
     ("t5_fsdp.py --epoch 1", 1, "--epoch 1", "--help"),
     ("t5_fsdp.py --lr fast", 1, "--lr", "fast"),
     ("t5_fsdp.py --batch-size 0", 2, "--batch-size", "1 or more"),  # of two processes one speaks
+    ("t5_fsdp.py --num-processes 4", 2, "--num-processes 4", "torchrun"),
     ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
     ("t5_fsdp.py --output-dir file", 1, "file"),
+    ("t5_fsdp.py --model t5 --output-dir linked", 2, "--model t5", "--output-dir"),
+    ("lm_multinode.py --model linked/model --output-dir t5/../linked", 1, "--model linked/model", "--output-dir"),
     ("t5_fsdp.py --output-dir trained", 1, "trained", "--resume", "--output-dir"),
     ("t5_fsdp.py --dataset absent.csv", 2, "absent.csv"),
     ("t5_fsdp.py --dataset columns.csv", 1, "--dataset columns.csv", "text", "body, abstract"),
@@ -108,6 +111,9 @@ def files(tmp_path_factory, articles_csv):
     (folder / "columns.csv").write_text("body,abstract\na,b\n")
     (folder / "file").touch()
     (folder / "empty").mkdir()
+    (folder / "linked").mkdir()
+    for name in ("best", "model"):
+        (folder / "linked" / name).symlink_to("../t5")
     (folder / "trained/checkpoints/step-0000001").mkdir(parents=True)
     (folder / "trained/checkpoints/step-0000001/.metadata").touch()
 
@@ -193,8 +199,11 @@ def test_a_folder_without_a_tokenizer(config_class, here, tmp_path):
     refuse(script, "--model", tmp_path, words=[f"{tmp_path} has no tokenizer"])
 
 
-def test_rank_without_the_other_variables_of_torchrun(here):
-    refuse("t5_fsdp.py", words=["RANK", "torchrun"], processes=None, RANK="0")
+@pytest.mark.parametrize("name, value", [("RANK", "0"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "localhost")])
+@pytest.mark.parametrize("flags", [("t5_fsdp.py", "--num-processes", 1), ("mnist_fsdp.py",)])
+def test_one_of_the_variables_of_torchrun_without_the_others(flags, name, value, here):
+    """Where one process would wait for others, and where torchrun would set all of them."""
+    refuse(*flags, words=[name, "torchrun"], processes=None, **{name: value})
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="there is an Intel GPU, on which it trains")

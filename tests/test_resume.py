@@ -27,7 +27,7 @@ from conftest import (
 from safetensors.torch import load_file
 from shared import patched
 from test_errors import refuse
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 from inside import UserError, check_settings, parse, t5_articles, t5_loss, t5_tokenized
 
@@ -172,7 +172,8 @@ def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, l
 
 def test_replicas_resume(lm, tmp_path):
     """On two nodes."""
-    check_resume("lm_multinode.py", [(*lm, "--sharding-strategy", "HYBRID_SHARD")], tmp_path, processes=4, per_node=2)
+    flags = (*lm, "--sharding-strategy", "HYBRID_SHARD", "--num-processes", 2)  # of a node
+    check_resume("lm_multinode.py", [flags], tmp_path, processes=4, per_node=2)
 
 
 @pytest.mark.long
@@ -232,6 +233,26 @@ def test_the_best_model_stays_the_best_after_a_resume(t5, tmp_path):
 
     finished = launch("t5_fsdp.py", *flags, "--max-steps", 3)
     assert "from step 3 of 3" in finished.stdout and len(losses(tmp_path)) == 3
+
+
+def test_what_is_not_step_and_digits_is_no_checkpoint(t5, t5_runs, tmp_path):
+    """It stays, and nothing is resumed from it. Steps of eight digits come after those of seven."""
+    start = shutil.copytree(checkpoint(t5_runs / "whole2", T5_STEPS), checkpoint(tmp_path, 9_999_998))
+    file = start / "progress.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 9_999_998}))
+    kept = ("best", "step-9999999-best", "step-")
+    for name in kept:
+        (start.parent / name).mkdir()
+        (start.parent / name / ".metadata").touch()
+    checkpoint(tmp_path, 7).mkdir()  # half-written
+    (start.parent / "notes.txt").touch()
+
+    flags = (*t5, "--checkpoint-every", 1, "--no-run-validation", "--no-save-model", "--resume")
+    flags = (*flags, "--output-dir", tmp_path, "--max-steps")
+    run_many("t5_fsdp.py", [(*flags, 10_000_000), (*flags, 10_000_001)], 2)
+    assert list(losses(tmp_path)) == [9_999_999, 10_000_000, 10_000_001]
+    names = {path.name for path in start.parent.iterdir()}
+    assert names == {*kept, "notes.txt", "step-10000000", "step-10000001"}
 
 
 @pytest.mark.long
@@ -409,6 +430,41 @@ def test_a_failed_export_leaves_the_one_before(t5, tmp_path):
     assert one.read_bytes() == two.read_bytes()
     launch("t5_fsdp.py", *flags, tmp_path / "two", "--resume")  # what it has left is in no one's way
     assert one.read_bytes() != two.read_bytes()
+
+
+def test_a_second_model_takes_the_place_of_the_first_and_of_no_other_file(lm, tmp_path):
+    """The run says so. All files have one mode, and the record after one that was cut is whole."""
+    model = tmp_path / "model"
+    model.mkdir()
+    old = {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"}
+    old |= {"pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_config.json"}
+    kept = {"README.md", "base_model.safetensors", "model.py", "training_args.bin", "index.json", "adapter_notes.md"}
+    for name in old | kept:
+        (model / name).touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n{"step": 8, "lo')
+    flags = (*lm, "--max-steps", 1, "--checkpoint-every", 0, "--output-dir", tmp_path)
+    assert "in place of" in launch("lm_multinode.py", *flags, processes=1).stdout
+
+    names = {path.name for path in model.iterdir()}
+    assert not names & old and kept < names
+    assert len({path.stat().st_mode for path in model.iterdir()}) == 1
+    AutoModelForCausalLM.from_pretrained(model)
+    assert [row["step"] for row in records(tmp_path)] == [7, 0, 1, 1]
+
+
+@pytest.mark.long
+def test_a_killed_export_leaves_no_mixture(lm, tmp_path):
+    """Of two models. The next run writes a whole one."""
+    flags = (*lm, "--max-steps", 1, "--checkpoint-every", 0, "--output-dir", tmp_path)
+    launch("lm_multinode.py", *flags, processes=1)
+    weights = tmp_path / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    for number in (1, 4):  # of five files
+        launch("lm_multinode.py", *flags, processes=1, check=False, change=("kill_in_export", number))
+        with pytest.raises(OSError, match="no file"):
+            AutoModelForCausalLM.from_pretrained(weights.parent)
+    launch("lm_multinode.py", *flags, processes=1)
+    assert weights.read_bytes() == content
 
 
 @pytest.mark.long

@@ -33,6 +33,7 @@ def test_both_halves_of_mnist_learn_and_stand_side_by_side(tmp_path):
     """`python mnist_fsdp.py` with fewer images in smaller batches: a process holds half of the state."""
     flags = ("--model", "shallow", "--num-train-samples", 960, "--batch-size", 16, "--epochs", 1, "--lr", 0.003)
     flags = (*flags, "--min-num-params", 10_000_000)  # one unit: nothing of it may count as gathered
+    (tmp_path / "metrics.jsonl").write_text('{"network": "deep", "mode": "local"}\n{"netw')  # of a killed run
     finished = succeed("mnist_fsdp.py", *flags, "--save-model", "--output-dir", tmp_path)
     for processes in (1, 2):
         assert re.search(torchrun_command(processes, "mnist_fsdp.py", flags), finished.stdout, re.MULTILINE)
@@ -46,13 +47,14 @@ def test_both_halves_of_mnist_learn_and_stand_side_by_side(tmp_path):
 
     for row in (local, sharded):
         assert row["accuracy"] > 0.2  # of ten digits; about 0.38 was seen
-        assert [*tmp_path.rglob(f"shallow-{row['mode']}*/**/*.safetensors")]
+        [saved] = tmp_path.rglob(f"shallow-{row['mode']}*/**/*.safetensors")
+        assert saved.stat().st_mode == (tmp_path / "metrics.jsonl").stat().st_mode
 
 
 def test_the_xpu_script_learns_on_a_cpu(small_mnist, tmp_path):
     """The rehearsal of its header, on images of MNIST, in as many processes as are asked for."""
     flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--num-processes", 3, "--batch-size", 16)
-    flags = (*flags, "--epochs", 3, "--lr", 0.1)
+    flags = (*flags, "--epochs", 3, "--lr", 0.1, "--save-model")
     finished = succeed("mnist_fsdp_xpu.py", *flags, "--output-dir", tmp_path)
     assert re.search(torchrun_command(3, "mnist_fsdp_xpu.py", flags), finished.stdout, re.MULTILINE)
     assert "3 x cpu" in finished.stdout
@@ -60,6 +62,8 @@ def test_the_xpu_script_learns_on_a_cpu(small_mnist, tmp_path):
     rows = records(tmp_path, "loss")
     assert [row["epoch"] for row in rows] == [1, 2, 3] and rows[2]["loss"] < rows[0]["loss"]
     assert rows[2]["state_gib"] == pytest.approx(16 * 1_199_882 / 3 / 2**30, rel=0.02)
+    [saved] = tmp_path.rglob("*.safetensors")
+    assert saved.stat().st_mode == (tmp_path / "metrics.jsonl").stat().st_mode
 
 
 @pytest.mark.long
