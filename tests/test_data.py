@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import string
 from pathlib import Path
 
 import datasets
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import CACHES, curve, losses, run_many, write_csv, write_shards
 from plain import t5_steps
+from rouge_score import rouge_scorer
 
 import inside
 
@@ -325,6 +327,23 @@ def test_contents_alone_decide_the_order_and_what_is_held_out(tmp_path):
     assert not set(train["text"]) & set(validation["text"])
     _, validation = inside.t5_articles(write_csv(tmp_path / "more.csv", more + rows))
     assert not set(train["text"]) & set(validation["text"])
+
+
+def test_rouge_of_any_script():
+    """On ASCII text it is rouge_score's own, to the last digit."""
+    texts = "Вымойте яблоки и груши.|洗苹果,然后切土豆。|اغسل التفاح ثم قشره.|हिन्दी की किताब।|りんごを洗う。"
+    for text in texts.split("|"):
+        assert inside.rouge(text, text) == [1, 1, 1]
+        assert 0 < inside.rouge(text, text[: len(text) // 2])[0] < 1
+        assert inside.rouge(text, "apples") == [0, 0, 0]
+    assert 0 < inside.rouge("Вымойте яблоки", "Вымойте груши")[0] < 1
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    words = "The dogs' running dog's agreed U.S. 3,000 e-mail under_score nationally ties dying news -- x1y2".split()
+    choose = random.Random(0)
+    for _ in range(1000):
+        pair = [" ".join(choose.choices(words, k=choose.randint(0, 12))) for _ in range(2)]
+        pair[0] += "".join(choose.choices(string.printable, k=choose.randint(0, 9)))
+        assert inside.rouge(*pair) == [score.fmeasure for score in scorer.score(*pair).values()]
 
 
 def test_an_epoch_is_a_permutation_that_saves_padding():
