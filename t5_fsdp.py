@@ -55,7 +55,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import BatchSampler, DataLoader
 
+import regex
 import transformers
+from nltk.stem import PorterStemmer
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
     AutoConfig,
@@ -317,6 +319,20 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
 ROUGE = ("rouge1", "rouge2", "rougeL")
 NUM_SCORED = 100  # articles whose summaries are generated and scored
 
+# Words of any script, and single characters where a script has no spaces between words
+WORDS = (
+    r"(?V1)[[\p{L}\p{M}\p{N}]--[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]]+"
+    r"|[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]"
+)
+
+
+class RougeTokenizer(PorterStemmer):
+    """In place of rouge_score's own, which drops all letters but a to z. It must stem, too."""
+
+    def tokenize(self, text):
+        words = regex.findall(WORDS, text.lower())
+        return [self.stem(word) if len(word) > 3 else word for word in words]
+
 
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
@@ -373,14 +389,14 @@ def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> d
 
 
 def load_data(args, checkpoint) -> tuple:
-    """Tokenized articles to train on and to validate on, with the model's config and tokenizer."""
+    """Tokenized articles to train on and to validate on, with the model's config and tokenizer, and
+    the number of all usable articles."""
     train_set, validation_set = common.load_articles(
         args.dataset, args.text_column, args.summary_column, args.max_summary_share
     )
-    if 0 < args.num_train_samples < len(train_set):
-        train_set = train_set.take(args.num_train_samples)
-    if 0 < args.num_validation_samples < len(validation_set):
-        validation_set = validation_set.take(args.num_validation_samples)
+    num_usable = len(train_set) + len(validation_set)
+    train_set = train_set.take(args.num_train_samples or num_usable)
+    validation_set = validation_set.take(args.num_validation_samples or num_usable)
 
     config, tokenizer = load_config_and_tokenizer(args, checkpoint, train_set)
     options = {
@@ -388,9 +404,11 @@ def load_data(args, checkpoint) -> tuple:
         "source_length": args.max_source_length,
         "target_length": args.max_target_length,
     }
-    train_set = train_set.map(tokenize, batched=True, fn_kwargs=options)
-    validation_set = validation_set.map(tokenize, batched=True, fn_kwargs=options)
-    return config, tokenizer, train_set, validation_set
+    train_set, validation_set = (
+        articles.map(tokenize, batched=True, fn_kwargs=options)
+        for articles in (train_set, validation_set)
+    )
+    return config, tokenizer, train_set, validation_set, num_usable
 
 
 def steps_on_device(args, world, articles, collate, step: int):
@@ -445,7 +463,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
     samples = [(part % len(articles)).tolist() for part in numbers]
     batches = batches_on_device(articles, samples, collate, world)
     num_scored = min(NUM_SCORED, len(articles))
-    scorer = RougeScorer(ROUGE, use_stemmer=True)
+    scorer = RougeScorer(ROUGE, tokenizer=RougeTokenizer())
 
     model.eval()
     totals = torch.zeros(2, device=world.device)  # summed loss, target tokens
@@ -456,8 +474,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
         # Rank 0's first number: all ranks compare the same one, so that all generate, or none.
-        rank0_first = part[0] - world.rank
-        if rank0_first >= num_scored:
+        if part[0] - world.rank >= num_scored:
             continue
 
         tokens = generate(args, model, batch)
@@ -505,7 +522,7 @@ def parse_args():
 
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default="builtin", help="builtin, or any T5: a Hub name or a folder")
-    add("--dataset", default="builtin", help="builtin; a .csv, .json, .jsonl or .parquet file; Hub")
+    add("--dataset", default="builtin", help="builtin; .csv, .tsv, .json, .jsonl, .parquet; Hub")
     add("--text-column", default="text", help="of the dataset, with the articles")
     add("--summary-column", default="headline", help="of the dataset, with their summaries")
     add("--num-train-samples", default=8000, type=at_least_0, help="at most; 0 for all")
@@ -564,12 +581,13 @@ def main(args, world):
     args.precision = common.choose_precision(args.precision, world.device)
 
     # Data
-    config, tokenizer, train_set, validation_set = common.first_on_node(
+    config, tokenizer, train_set, validation_set, num_usable = common.first_on_node(
         world, lambda: load_data(args, checkpoint)
     )
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # labels with -100
 
     global_batch = args.batch_size * args.accumulation_steps * world.size
+    sizes = [global_batch, num_usable]  # what a position in the data depends on
     steps_per_epoch = len(train_set) // global_batch
     if steps_per_epoch == 0:
         raise common.UserError(
@@ -599,11 +617,12 @@ def main(args, world):
     best_loss = math.inf
     if checkpoint:
         progress = common.load_checkpoint(checkpoint, args, MUST_MATCH, model, optimizer)
-        if progress["global_batch"] != global_batch:
+        before = progress["sizes"]
+        if before != sizes:
             raise common.UserError(
-                f"a step of {checkpoint} has {progress['global_batch']} articles, not"
-                f" {global_batch}: --batch-size x --accumulation-steps x {world.size} processes"
-                f" must be {progress['global_batch']}"
+                f"a step of {checkpoint} has {before[0]} articles of {before[1]} usable ones, not"
+                f" {global_batch} of {num_usable}: --batch-size x --accumulation-steps x"
+                f" {world.size} processes must be {before[0]}, and --dataset must be the same"
             )
         step = progress["step"]
         best_loss = progress["best_loss"]
@@ -658,7 +677,7 @@ def main(args, world):
                     common.export(model, meta_model, tokenizer, best_folder, world)
                     log.print(f"saved    the model to {best_folder}, in place of any before it")
             if save_now:
-                progress = {"step": step, "global_batch": global_batch, "best_loss": best_loss}
+                progress = {"step": step, "sizes": sizes, "best_loss": best_loss}
                 common.save_checkpoint(
                     args.output_dir, progress, args, model, optimizer, tokenizer, world
                 )

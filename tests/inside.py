@@ -150,6 +150,12 @@ def t5_articles(path, text="text", summary="headline"):
         return common.load_articles(str(path), text, summary, 0.75)
 
 
+def rouge(reference, summary):
+    """F-measures of ROUGE-1, 2 and L."""
+    scorer = t5_fsdp.RougeScorer(t5_fsdp.ROUGE, tokenizer=t5_fsdp.RougeTokenizer())
+    return [score.fmeasure for score in scorer.score(reference, summary).values()]
+
+
 def t5_tokenized(articles, tokenizer, source_length, target_length):
     options = {"tokenizer": tokenizer, "source_length": source_length, "target_length": target_length}
     return articles.map(t5_fsdp.tokenize, batched=True, fn_kwargs=options, remove_columns=articles.column_names)
@@ -284,7 +290,7 @@ def lm_trainer(args, world, config, steps):
 
 def t5_batches(args, world):
     """The config, and this rank's batches, epoch after epoch."""
-    config, tokenizer, articles, _ = t5_fsdp.load_data(args, None)
+    config, tokenizer, articles, *_ = t5_fsdp.load_data(args, None)
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
     return config, t5_fsdp.steps_on_device(args, world, articles, collate, 0)
 

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shutil
+import string
 from pathlib import Path
 
 import datasets
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import CACHES, curve, losses, run, run_many, write_csv, write_shards
 from plain import t5_steps
+from rouge_score import rouge_scorer
 from tokenizers.processors import TemplateProcessing
 
 import inside
@@ -330,6 +332,115 @@ def test_other_files_hold_the_same_articles(tmp_path):
     assert sorted(found[0]) == sorted((row["text"], row["headline"]) for row in rows)
     write_csv(tmp_path / "rows.csv", rows[:30])
     assert sum(len(part) for part in inside.t5_articles(tmp_path / "rows.csv")) == 30
+
+
+TEXT = "Article {} is longer than what a summary of it may be."
+
+
+def pairs(path):
+    """The texts and summaries of a file, whichever side they are on."""
+    return sorted((row["text"], row["summary"]) for part in inside.t5_articles(path) for row in part)
+
+
+def test_a_csv_holds_texts_as_they_are_written(tmp_path):
+    """Numbers, names of gaps, long articles. Of a column that is not used, only the last rows are words."""
+    summaries = ["0", "007", "1.50", "None", "NA", "nan", "null", "False", "2020-01-01", "a,b;c", 'says "no"', "d\ne"]
+    rows = [{"id": number, "text": TEXT.format(number), "headline": "a"} for number in range(10_050)]
+    for number, summary in enumerate(summaries, start=10_010):
+        rows[number] |= {"id": f"A{number}", "headline": summary}
+    rows[0]["text"] *= 5000
+    expected = sorted((row["text"], row["headline"]) for row in rows)
+    assert pairs(write_csv(tmp_path / "rows.csv", rows)) == expected
+
+
+def spreadsheet(delimiter=",", end="", header_end="", encoding="utf-8"):
+    """A file as bytes. Of its three columns the last is empty in every second row."""
+    lines = [f"text{delimiter}headline{delimiter}section{header_end}"]
+    for number in range(30):
+        section = ("Local", "")[number % 2]
+        lines.append(delimiter.join([TEXT.format(number), f"s{number}", section]) + end)
+    return "\r\n".join([*lines, ""]).encode(encoding)
+
+
+def test_a_csv_as_spreadsheets_write_it(tmp_path):
+    """Other delimiters, a byte-order mark, a delimiter at the end of each row; packed; by a pattern or an address."""
+    expected = sorted((TEXT.format(number), f"s{number}") for number in range(30))
+    for delimiter, encoding in itertools.product(",;\t", ("utf-8", "utf-8-sig")):
+        for end, header_end in (("", ""), (delimiter, ""), (delimiter, delimiter)):
+            (tmp_path / "rows.csv").write_bytes(spreadsheet(delimiter, end, header_end, encoding))
+            assert pairs(tmp_path / "rows.csv") == expected
+    (tmp_path / "rows.tsv").write_bytes(spreadsheet("\t"))
+    (tmp_path / "ROWS.CSV.gz").write_bytes(gzip.compress(spreadsheet(";")))
+    for name in (tmp_path / "rows.tsv", tmp_path / "ROWS.CSV.gz", tmp_path / "*.csv", f"file://{tmp_path}/rows.csv"):
+        assert pairs(name) == expected
+
+
+@pytest.mark.parametrize("place", [0, 1, 29])
+def test_a_comma_without_quotes_is_never_cut(place, tmp_path):
+    """In any row, also where what stands behind it is empty, and where all rows end with a comma. One that is alone in
+    its file is met a row later."""
+    path = tmp_path / "rows.csv"
+    for end, header_end in (("", ""), (",", ""), (",", ",")):
+        for section in ("Local", ""):
+            lines = spreadsheet(end=end, header_end=header_end).decode().splitlines()
+            lines[place + 1] = f"{TEXT.format(place)},Wash, peel,{section}{end}"
+            path.write_text("\n".join(lines))
+            with pytest.raises(inside.UserError, match=f"line {place + 2}|line {place + 3}"):
+                pairs(path)
+
+
+def test_a_list_of_sentences_is_joined(tmp_path):
+    """As arXiv's and PubMed's; what is missing in it is skipped."""
+    sentences = ["The first one.", None, "The second one."]
+    rows = [{"text": [TEXT.format(number), *sentences], "headline": sentences} for number in range(30)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    joined = "The first one.\nThe second one."
+    for name in ("rows.parquet", "rows.jsonl"):
+        assert pairs(tmp_path / name) == sorted((f"{TEXT.format(number)}\n{joined}", joined) for number in range(30))
+
+
+@pytest.mark.parametrize("title", ["Weekly report {}", "Untitled", ""])
+def test_only_wikihow_is_repaired(title, tmp_path):
+    """Other files have titles, too. Their commas stay, and each of their rows is an article of its own."""
+    rows = []
+    for number in range(300):
+        code = f"f(\n    {TEXT.format(number)},\n    , 1,\n)"
+        rows.append({"title": title.format(number), "text": code, "headline": "call,\nf,", "date": "today"})
+    train, validation = inside.t5_articles(write_csv(tmp_path / "rows.csv", rows))
+    assert 3 <= len(validation) <= 30 and len(train) + len(validation) == 300
+    assert pairs(tmp_path / "rows.csv") == sorted((row["text"], row["headline"]) for row in rows)
+
+
+def test_contents_alone_decide_the_order_and_what_is_held_out(tmp_path):
+    """Rows in another order, some of which have the same text, are the same articles in the same order. Where there are
+    more, none that was trained on is held out."""
+    rows = [{"text": TEXT.format(number // 3), "headline": f"s{number % 2}"} for number in range(600)]
+    more = [{"text": TEXT.format(number), "headline": "s"} for number in range(200, 260)]
+    train, validation = inside.t5_articles(write_csv(tmp_path / "rows.csv", rows))
+    random.Random(0).shuffle(rows)
+    again = inside.t5_articles(write_csv(tmp_path / "again.csv", rows))
+    assert [[*part] for part in again] == [[*train], [*validation]]
+    assert not set(train["text"]) & set(validation["text"])
+    _, validation = inside.t5_articles(write_csv(tmp_path / "more.csv", more + rows))
+    assert not set(train["text"]) & set(validation["text"])
+
+
+def test_rouge_of_any_script():
+    """On ASCII text it is rouge_score's own, to the last digit."""
+    texts = "Вымойте яблоки и груши.|洗苹果,然后切土豆。|اغسل التفاح ثم قشره.|हिन्दी की किताब।|りんごを洗う。"
+    for text in texts.split("|"):
+        assert inside.rouge(text, text) == [1, 1, 1]
+        assert 0 < inside.rouge(text, text[: len(text) // 2])[0] < 1
+        assert inside.rouge(text, "apples") == [0, 0, 0]
+    assert 0 < inside.rouge("Вымойте яблоки", "Вымойте груши")[0] < 1
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    words = "The dogs' running dog's agreed U.S. 3,000 e-mail under_score nationally ties dying news -- x1y2".split()
+    choose = random.Random(0)
+    for _ in range(1000):
+        pair = [" ".join(choose.choices(words, k=choose.randint(0, 12))) for _ in range(2)]
+        pair[0] += "".join(choose.choices(string.printable, k=choose.randint(0, 9)))
+        assert inside.rouge(*pair) == [score.fmeasure for score in scorer.score(*pair).values()]
 
 
 def test_an_epoch_is_a_permutation_that_saves_padding():

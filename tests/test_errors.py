@@ -32,7 +32,9 @@ USUAL = [
     ("lm_multinode.py --model linked/model --output-dir t5/../linked", 1, "--model linked/model", "--output-dir"),
     ("t5_fsdp.py --output-dir trained", 1, "trained", "--resume", "--output-dir"),
     ("t5_fsdp.py --dataset absent.csv", 2, "absent.csv"),
-    ("t5_fsdp.py --dataset columns.csv", 1, "--dataset columns.csv", "text", "body, abstract"),
+    ("t5_fsdp.py --dataset columns.csv", 1, "--dataset columns.csv", "text", "body", "abstract"),
+    ("t5_fsdp.py --dataset utf16.csv", 2, "--dataset utf16.csv", "UTF-8", "iconv"),
+    ("t5_fsdp.py --dataset articles.xlsx", 1, "--dataset articles.xlsx", ".csv"),
     ("t5_fsdp.py --text-column body", 1, "--dataset builtin", "body"),
     (f"{T5} --batch-size 500", 2, "1000", "--batch-size"),
     (f"{T5} --model bert", 1, "--model bert", "docs/your-model-and-data.md"),
@@ -77,8 +79,10 @@ RARE = [
 HEADER = b"headline,title,text\n"
 FILES = [
     ("gap.csv", HEADER + b",t,a text\n", "--max-summary-share"),
-    ("ragged.csv", HEADER + b"a,b,c\na,b,c,d,e\n", "--dataset ragged.csv"),
-    ("latin1.csv", HEADER + b"\xc9t\xe9,t,text of summer\n", "utf-8"),
+    ("ragged.csv", HEADER + b"a,b,c\na,b,c,d,e\n", "line 3"),
+    ("quote.csv", HEADER + b'a,b,c\na,"b,c\n', "--dataset quote.csv"),
+    ("latin1.csv", HEADER + b"\xc9t\xe9,t,text of summer\n", "iconv"),
+    ("latin1.jsonl", b'{"text": "\xc9t\xe9", "headline": "a"}\n', "iconv"),
     ("cut.jsonl", b'{"text": "a", "headline"\n', "--dataset cut.jsonl"),
     ("header.csv", HEADER, "--dataset header.csv"),
 ]
@@ -109,6 +113,8 @@ def files(tmp_path_factory, articles_csv):
     datasets.Dataset.from_dict({"body": ["a"]}).to_parquet(folder / "later-parquet/wrong.parquet")
     (folder / "texts.tsv").write_text("text\na\n")
     (folder / "columns.csv").write_text("body,abstract\na,b\n")
+    (folder / "utf16.csv").write_text("text,headline\na,b\n", encoding="utf-16")
+    (folder / "articles.xlsx").touch()
     (folder / "file").touch()
     (folder / "empty").mkdir()
     (folder / "linked").mkdir()

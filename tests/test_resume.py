@@ -23,13 +23,14 @@ from conftest import (
     run,
     run_many,
     started,
+    write_csv,
 )
 from safetensors.torch import load_file
 from shared import patched
 from test_errors import refuse
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
-from inside import UserError, check_settings, parse, t5_articles, t5_loss, t5_tokenized
+from inside import UserError, builtin_article, check_settings, parse, t5_articles, t5_loss, t5_tokenized
 
 LM_STEPS = 6
 LM = (
@@ -222,7 +223,7 @@ def test_t5_resumes_with_dropout_in_any_epoch(version, t5_runs):
 def test_the_best_model_stays_the_best_after_a_resume(t5, tmp_path):
     """The best of those that were saved: what --no-save-model has validated does not count. A step further on the model
     is worse, and is not exported."""
-    flags = (*t5, "--epochs", 1, "--lr", 10, "--checkpoint-every", 1000, "--resume", "--output-dir", tmp_path)
+    flags = (*t5, "--epochs", 1, "--lr", 5, "--checkpoint-every", 1000, "--resume", "--output-dir", tmp_path)
     launch("t5_fsdp.py", *flags, "--max-steps", 1, "--no-save-model")
     launch("t5_fsdp.py", *flags, "--max-steps", 2)
     exported = (tmp_path / "best" / "model.safetensors").read_bytes()
@@ -328,6 +329,22 @@ def test_ctrl_c_saves_and_ends_with_code_130(lm, tmp_path):
     steps = [row["step"] for row in records(tmp_path, "loss")]
     assert steps == list(range(1, max(steps) + 1))
     assert max(steps) > saved
+
+
+def test_rows_may_be_reordered_but_not_added(t5, tmp_path):
+    """Some have the same text, and some nothing but another place."""
+    dataset = tmp_path / "articles.csv"
+    rows = [builtin_article(number // 3) | {"headline": f"Peel {number % 2}."} for number in range(200)]
+    write_csv(dataset, rows)
+    flags = (*t5, "--dataset", dataset, "--resume", "--no-save-model", "--output-dir")
+    launch("t5_fsdp.py", *flags, tmp_path / "whole")
+    shutil.copytree(checkpoint(tmp_path / "whole", 6), checkpoint(tmp_path / "again", 6))
+    write_csv(dataset, rows[::-1])
+    launch("t5_fsdp.py", *flags, tmp_path / "again")
+    assert results(tmp_path / "again") == results(tmp_path / "whole", since=6)
+
+    write_csv(dataset, [*rows, builtin_article(300)])
+    refuse("t5_fsdp.py", *flags, tmp_path / "again", words=["200", "201", "--dataset"], processes=2)
 
 
 @pytest.mark.long
