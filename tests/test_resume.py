@@ -347,6 +347,17 @@ def test_rows_may_be_reordered_but_not_added(t5, tmp_path):
     refuse("t5_fsdp.py", *flags, tmp_path / "again", words=["200", "201", "--dataset"], processes=2)
 
 
+def test_a_run_keeps_the_tokenizer_that_it_trained(tmp_path):
+    """Its articles may have changed since."""
+    data = tmp_path / "rows.csv"
+    flags = ("--dataset", data, "--no-run-validation", "--max-source-length", 16, "--checkpoint-every", 1)
+    for word, steps in {"knead": 1, "simmer": 2}.items():
+        write_csv(data, [{"text": f"{number} {word} " * 9, "headline": f"{word} {number}"} for number in range(60)])
+        run_many("t5_fsdp.py", {tmp_path / "out": (*flags, "--resume", "--max-steps", steps)}, 1)
+    saved = [path.read_bytes() for path in (tmp_path / "out").rglob("tokenizer.json")]
+    assert len(saved) == 3 and len(set(saved)) == 1
+
+
 @pytest.mark.long
 def test_steps_of_another_size_are_refused(t5, t5_runs):
     """With the flags to change."""
