@@ -129,10 +129,9 @@ def run(main, args):
             return
         main(args, setup(device_type))
     except (UserError, OSError, dist.DistNetworkError) as error:  # OSError: files, disk, Hub
-        lines = str(error).strip().splitlines()
-        # A DataLoader's worker hands on a whole traceback, of which the last line counts.
-        is_traceback = "Traceback (most recent call last)" in str(error)
-        fail(lines[-1] if is_traceback else " ".join(lines), code=2)
+        # A DataLoader's worker hands on a whole traceback, of which the end counts.
+        message = re.split(r"\n\S*(?:Error|Timeout): ", str(error))[-1]
+        fail(" ".join(message.split()), code=2)
     except dcp.api.CheckpointException as error:  # above its last line are all ranks' tracebacks
         fail(f"cannot save or read a checkpoint: {str(error).splitlines()[-1]}", code=2)
     except KeyboardInterrupt:
@@ -183,17 +182,18 @@ def start_processes(count: int, *more_flags: str):
 
 def find_device_type(name: str) -> str:
     """`--device`, in which auto is the accelerator that torch finds, else the CPU."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None and found.type == "mps":  # Apple's, on which FSDP does not run
-        found = None
-    if name == "cpu" or (name == "auto" and found is None):
-        return "cpu"
-    if found is None or name not in ("auto", found.type):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    found = accelerator.type if accelerator else "cpu"
+    if found == "mps":  # Apple's, on which FSDP does not run
+        found = "cpu"
+    if name == "auto":
+        return found
+    if name not in ("cpu", found):
         raise UserError(
             f"--device {name}: torch {torch.__version__} finds none; install its build or use"
             " --device cpu"
         )
-    return found.type
+    return name
 
 
 def setup(device_type: str) -> World:
