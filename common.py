@@ -14,6 +14,7 @@ import random
 import re
 import shutil
 import signal
+import shlex
 import sys
 import time
 import traceback
@@ -52,6 +53,7 @@ def make_parser(header: str) -> argparse.ArgumentParser:
     """argparse, with a script's header as its help."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
+    sys.stdout.reconfigure(errors="replace")  # a screen without UTF-8 loses letters, not the run
         description=header,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
@@ -160,9 +162,10 @@ def fail(message: str, code: int):
 
 def start_processes(count: int, *more_flags: str):
     """Start this script again in `count` processes, with torchrun. `more_flags` follow its own."""
-    command = ["--standalone", "--nproc_per_node", str(count), *sys.argv, *more_flags]
-    print("torchrun", *command, flush=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but without a warning
+    # Without --local-addr torchrun asks for the host by its own name, which may be unknown.
+    options = f"--standalone --local-addr localhost --nproc_per_node {count}"
+    command = [*options.split(), *sys.argv, *more_flags]
+    print("torchrun", shlex.join(command), flush=True)
     logging.disable()  # torchrun's own report is long, and the script has said what is wrong
     try:
         torchrun(command)
