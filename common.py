@@ -95,7 +95,7 @@ def add_checkpoint_flags(group):
         default=0,
         type=at_least(0),
         help="save every so many steps, and at the end (T5: also after each epoch); 0: only at"
-        " Ctrl-C or SIGTERM",
+        " Ctrl-C, SIGTERM or when the terminal closes",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
@@ -104,6 +104,13 @@ def add_checkpoint_flags(group):
 
 # A collective that takes longer fails. While one process downloads, tokenizes or writes a model,
 # the others wait for it.
+# A cluster's, Ctrl-C, and that of a terminal that closes; but what nohup ignores stays ignored.
+STOPS = [
+    number
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+]
+
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -171,6 +178,8 @@ def start_processes(count: int, *more_flags: str):
         torchrun(command)
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
+    if signal.SIGHUP not in STOPS:  # under nohup; unasked, torchrun would stop
+        options += " --signals-to-handle SIGTERM,SIGINT,SIGQUIT"
         for code in codes:
             if code < 0 and code != -signal.SIGTERM:  # torchrun sends SIGTERM to the others
                 # SIGKILL most often means that memory ran out.
@@ -179,8 +188,8 @@ def start_processes(count: int, *more_flags: str):
     except SignalException as error:
         sys.exit(128 + error.sigval)
     finally:  # torchrun leaves handlers of its own, which raise SignalException
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in STOPS:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def find_device_type(name: str) -> str:
@@ -270,15 +279,15 @@ def from_rank0(value):
 
 
 class StopRequest:
-    """A cluster's SIGTERM, or Ctrl-C. The training loop asks on_any_rank(), saves, and ends."""
+    """One of STOPS. The training loop asks on_any_rank(), saves, and ends."""
 
     received = False  # of the class: `fail` asks, too
 
     def __init__(self):
         self.sum = torch.tensor(0)
         self.sent = None
-        signal.signal(signal.SIGTERM, StopRequest.receive)
-        signal.signal(signal.SIGINT, StopRequest.receive)
+        for number in STOPS:
+            signal.signal(number, StopRequest.receive)
 
     # Static, so that no handler holds an object: a worker replaces the handlers, and would crash
     # when it freed `sent` with them.
@@ -403,8 +412,8 @@ class Log:
 
     def print(self, text: str):
         if self.is_rank0:
-            # Ctrl-C also ends `| tee`: then nobody reads, but the run must still save.
-            with contextlib.suppress(BrokenPipeError), tqdm.external_write_mode():
+            # After Ctrl-C with `| tee`, or in a closed terminal, nobody reads: the run must save.
+            with contextlib.suppress(OSError), tqdm.external_write_mode():
                 print(text, flush=True)
 
     def write(self, record: dict):
