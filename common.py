@@ -220,7 +220,9 @@ def setup(device_type: str) -> World:
     # All cores of the node, divided. torchrun gives a process one thread: too few to train on a
     # CPU, and for the optimizer of --cpu-offload.
     cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
+    if sys.platform == "linux":
+        import resource
+
         cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // local_size))
 
@@ -229,6 +231,9 @@ def setup(device_type: str) -> World:
     if device_type != "cpu":
         num_devices = torch.accelerator.device_count()
         if local_size > num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        # Shells allow few open files. Each stream of the LM has some, and each process sockets.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             raise UserError(
                 f"{local_size} processes on this node are more than its {num_devices} GPUs; to let"
                 " them share, set NCCL_MULTI_RANK_GPU_ENABLE=1 (NVIDIA, with NCCL 2.30 or newer)"

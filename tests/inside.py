@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -429,6 +430,11 @@ def kill_in_save(script, rank, number):
     def write_and_die(*arguments):
         written = write_data(*arguments)
         if next(saves) == number and dist.get_rank() == rank:
+def limit_open_files(script, count):
+    """As a shell does: the process may raise its limit."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
             written.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return written
