@@ -5,16 +5,18 @@ Copy this file together with the script you start from. What is sharded, and how
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import logging
 import math
+import multiprocessing
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
-import shlex
 import sys
 import time
 import traceback
@@ -51,9 +53,9 @@ class HelpFormatter(
 
 def make_parser(header: str) -> argparse.ArgumentParser:
     """argparse, with a script's header as its help."""
+    sys.stdout.reconfigure(errors="replace")  # a screen without UTF-8 loses letters, not the run
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
-    sys.stdout.reconfigure(errors="replace")  # a screen without UTF-8 loses letters, not the run
         description=header,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
@@ -102,8 +104,6 @@ def add_checkpoint_flags(group):
 
 # ---- Processes and devices ---------------------------------------------------------------------
 
-# A collective that takes longer fails. While one process downloads, tokenizes or writes a model,
-# the others wait for it.
 # A cluster's, Ctrl-C, and that of a terminal that closes; but what nohup ignores stays ignored.
 STOPS = [
     number
@@ -111,6 +111,8 @@ STOPS = [
     if signal.getsignal(number) != signal.SIG_IGN
 ]
 
+# A collective that takes longer fails. While one process downloads, tokenizes or writes a model,
+# the others wait for it.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -145,17 +147,22 @@ def run(main, args):
         fail(f"cannot save or read a checkpoint: {str(error).splitlines()[-1]}", code=2)
     except KeyboardInterrupt:
         os._exit(130)
-    except Exception:
+    except Exception as error:
+        # A DataLoader had no batch in time, or a worker was killed.
+        if re.match("DataLoader|unable to allocate shared memory", str(error)):
+            fail(f"{error}; is /dev/shm full? In Docker, try --shm-size 8g", code=2)
         fail(traceback.format_exc(), code=1)
 
     # `main` has returned. Its model must be gone before the process group, or Python may abort.
     gc.collect()
+    for worker in multiprocessing.active_children():  # one that still reads: Python would wait
+        worker.kill()
     dist.destroy_process_group()
 
 
 def fail(message: str, code: int):
     """Print an error and end this process at once. code: 2 for a user's mistake, 1 for a crash."""
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" or "by peer" in message:
         # When one rank fails, those that wait for it fail too. Mostly rank 0 knows the cause and
         # prints it. torchrun then ends the others while they wait here: one error is printed.
         if StopRequest.received:  # a SIGTERM came before: most likely torchrun's
@@ -171,6 +178,8 @@ def start_processes(count: int, *more_flags: str):
     """Start this script again in `count` processes, with torchrun. `more_flags` follow its own."""
     # Without --local-addr torchrun asks for the host by its own name, which may be unknown.
     options = f"--standalone --local-addr localhost --nproc_per_node {count}"
+    if signal.SIGHUP not in STOPS:  # under nohup; unasked, torchrun would stop
+        options += " --signals-to-handle SIGTERM,SIGINT,SIGQUIT"
     command = [*options.split(), *sys.argv, *more_flags]
     print("torchrun", shlex.join(command), flush=True)
     logging.disable()  # torchrun's own report is long, and the script has said what is wrong
@@ -178,8 +187,6 @@ def start_processes(count: int, *more_flags: str):
         torchrun(command)
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
-    if signal.SIGHUP not in STOPS:  # under nohup; unasked, torchrun would stop
-        options += " --signals-to-handle SIGTERM,SIGINT,SIGQUIT"
         for code in codes:
             if code < 0 and code != -signal.SIGTERM:  # torchrun sends SIGTERM to the others
                 # SIGKILL most often means that memory ran out.
@@ -224,6 +231,9 @@ def setup(device_type: str) -> World:
         import resource
 
         cores = len(os.sched_getaffinity(0))
+        # Shells allow few open files. Each stream of the LM has some, and each process sockets.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     torch.set_num_threads(max(1, cores // local_size))
 
     device = torch.device("cpu")
@@ -231,9 +241,6 @@ def setup(device_type: str) -> World:
     if device_type != "cpu":
         num_devices = torch.accelerator.device_count()
         if local_size > num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        # Shells allow few open files. Each stream of the LM has some, and each process sockets.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             raise UserError(
                 f"{local_size} processes on this node are more than its {num_devices} GPUs; to let"
                 " them share, set NCCL_MULTI_RANK_GPU_ENABLE=1 (NVIDIA, with NCCL 2.30 or newer)"
@@ -314,16 +321,24 @@ class StopRequest:
         return on_any_rank
 
 
-# For DataLoaders. On Linux the default of Python 3.14, a fork server, would go on when the training
-# process is killed.
-WORKER_START = "fork" if sys.platform == "linux" else None
+def protect_worker(_worker: int):
+    """Terminals and clusters signal all processes, but the step that is under way still needs its
+    workers. They end with the training process, and not before."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG: also when the training process is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def ignore_stops(_worker: int):
-    """For DataLoaders' `worker_init_fn`. Terminals and clusters signal all processes, but the step
-    that is under way still needs its workers."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+# For DataLoaders that have workers
+WORKERS = {
+    # Python 3.14's default on Linux is a fork server, which would be the parent that they end with.
+    "multiprocessing_context": "fork" if sys.platform == "linux" else None,
+    "worker_init_fn": protect_worker,
+    # Seconds. A batch that does not fit into /dev/shm never comes. Less than TIMEOUT, after which
+    # the ranks that wait for this one would fail first.
+    "timeout": 1500,
+}
 
 
 def choose_precision(name: str, device: torch.device) -> str:

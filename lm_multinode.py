@@ -530,9 +530,8 @@ def steps_on_device(args, world, source, tokenizer, positions: list | None):
         Steps(streams, args.micro_batch_size),
         batch_size=None,
         num_workers=1,  # not 2: both would give every step
-        multiprocessing_context=common.WORKER_START,
-        worker_init_fn=common.ignore_stops,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
+        **common.WORKERS,
     )
     for micro_batches, positions in loader:
         for micro_batch in micro_batches:

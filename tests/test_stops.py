@@ -18,7 +18,7 @@ LM = (
 
 
 def check_that_none_is_left(printed):
-    """Of the sessions of the ranks. A worker looks every five seconds whether its parent is alive."""
+    """Of the sessions of the ranks."""
     sessions = re.findall(r"^session (\d+)$", printed, re.M)
     assert len(sessions) == 2
     deadline = time.monotonic() + 30
