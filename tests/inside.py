@@ -381,7 +381,7 @@ def make_workers(script, **changes):
 
 def lose_workers(script, fate):
     """Before it sends a batch each worker falls silent, or is killed as where memory is full."""
-    fates = {"silent": lambda _: time.sleep(100), "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL)}
+    fates = {"silent": lambda _: time.sleep(400), "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL)}
     make_workers(script, timeout=3, collate_fn=fates[fate])
 
 
@@ -391,7 +391,7 @@ def read_for_ever(script, steps):
 
     def iterate_and_wait(self):
         yield from itertools.islice(iterate(self), steps)
-        time.sleep(100)
+        time.sleep(400)
 
     script.Steps.__iter__ = iterate_and_wait
 

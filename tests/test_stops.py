@@ -93,7 +93,7 @@ def test_a_terminal_that_closes(nohup, processes, tiny_llama, tmp_path, monkeypa
 @pytest.mark.long
 def test_a_run_does_not_wait_for_a_worker_that_reads(tiny_llama, tmp_path):
     flags = (*LM, "--model", tiny_llama, "--max-steps", 1, "--no-save-model", "--output-dir", tmp_path)
-    run_many("lm_multinode.py", [flags], 2, change=("read_for_ever", 1), timeout=60)
+    run_many("lm_multinode.py", [flags], 2, change=("read_for_ever", 1))
 
 
 @pytest.mark.long
