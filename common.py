@@ -6,14 +6,17 @@ Copy this file together with the script you start from. What is sharded, and how
 import argparse
 import contextlib
 import csv
+import ctypes
 import gc
 import hashlib
 import json
 import logging
 import math
+import multiprocessing
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -53,6 +56,7 @@ class HelpFormatter(
 
 def make_parser(header: str) -> argparse.ArgumentParser:
     """argparse, with a script's header as its help."""
+    sys.stdout.reconfigure(errors="replace")  # a screen without UTF-8 loses letters, not the run
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
         description=header,
@@ -96,12 +100,19 @@ def add_checkpoint_flags(group):
         default=0,
         type=at_least(0),
         help="save every so many steps, and at the end (T5: also after each epoch); 0: only at"
-        " Ctrl-C or SIGTERM",
+        " Ctrl-C, SIGTERM or when the terminal closes",
     )
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
 
 
 # ---- Processes and devices ---------------------------------------------------------------------
+
+# A cluster's, Ctrl-C, and that of a terminal that closes; but what nohup ignores stays ignored.
+STOPS = [
+    number
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+]
 
 # A collective that takes longer fails. While one process downloads, tokenizes or writes a model,
 # the others wait for it.
@@ -142,25 +153,29 @@ def run(main, args):
             )
         main(args, world)
     except (UserError, OSError, dist.DistNetworkError) as error:  # OSError: files, disk, Hub
-        lines = str(error).strip().splitlines()
-        # A DataLoader's worker hands on a whole traceback, of which the last line counts.
-        is_traceback = "Traceback (most recent call last)" in str(error)
-        fail(lines[-1] if is_traceback else " ".join(lines), code=2)
+        # A DataLoader's worker hands on a whole traceback, of which the end counts.
+        message = re.split(r"\n\S*(?:Error|Timeout): ", str(error))[-1]
+        fail(" ".join(message.split()), code=2)
     except dcp.api.CheckpointException as error:  # above its last line are all ranks' tracebacks
         fail(f"cannot save or read a checkpoint: {str(error).splitlines()[-1]}", code=2)
     except KeyboardInterrupt:
         os._exit(130)
-    except Exception:
+    except Exception as error:
+        # A DataLoader had no batch in time, or a worker was killed.
+        if re.match("DataLoader|unable to allocate shared memory", str(error)):
+            fail(f"{error}; is /dev/shm full? In Docker, try --shm-size 8g", code=2)
         fail(traceback.format_exc(), code=1)
 
     # `main` has returned. Its model must be gone before the process group, or Python may abort.
     gc.collect()
+    for worker in multiprocessing.active_children():  # one that still reads: Python would wait
+        worker.kill()
     dist.destroy_process_group()
 
 
 def fail(message: str, code: int):
     """Print an error and end this process at once. code: 2 for a user's mistake, 1 for a crash."""
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" or "by peer" in message:
         # When one rank fails, those that wait for it fail too. Mostly rank 0 knows the cause and
         # prints it. torchrun then ends the others while they wait here: one error is printed.
         if StopRequest.received:  # a SIGTERM came before: most likely torchrun's
@@ -174,9 +189,12 @@ def fail(message: str, code: int):
 
 def start_processes(count: int, *more_flags: str):
     """Start this script again in `count` processes, with torchrun. `more_flags` follow its own."""
-    command = ["--standalone", "--nproc_per_node", str(count), *sys.argv, *more_flags]
-    print("torchrun", *command, flush=True)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, but without a warning
+    # Without --local-addr torchrun asks for the host by its own name, which may be unknown.
+    options = f"--standalone --local-addr localhost --nproc_per_node {count}"
+    if signal.SIGHUP not in STOPS:  # under nohup; unasked, torchrun would stop
+        options += " --signals-to-handle SIGTERM,SIGINT,SIGQUIT"
+    command = [*options.split(), *sys.argv, *more_flags]
+    print("torchrun", shlex.join(command), flush=True)
     logging.disable()  # torchrun's own report is long, and the script has said what is wrong
     try:
         torchrun(command)
@@ -190,8 +208,8 @@ def start_processes(count: int, *more_flags: str):
     except SignalException as error:
         sys.exit(128 + error.sigval)
     finally:  # torchrun leaves handlers of its own, which raise SignalException
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in STOPS:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def find_device_type(name: str) -> str:
@@ -221,8 +239,13 @@ def setup(device_type: str) -> World:
     # All cores of the node, divided. torchrun gives a process one thread: too few to train on a
     # CPU, and for the optimizer of --cpu-offload.
     cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
+    if sys.platform == "linux":
+        import resource
+
         cores = len(os.sched_getaffinity(0))
+        # Shells allow few open files. Each stream of the LM has some, and each process sockets.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     torch.set_num_threads(max(1, cores // local_size))
 
     device = torch.device("cpu")
@@ -280,15 +303,15 @@ def from_rank0(value):
 
 
 class StopRequest:
-    """A cluster's SIGTERM, or Ctrl-C. The training loop asks on_any_rank(), saves, and ends."""
+    """One of STOPS. The training loop asks on_any_rank(), saves, and ends."""
 
     received = False  # of the class: `fail` asks, too
 
     def __init__(self):
         self.sum = torch.tensor(0)
         self.sent = None
-        signal.signal(signal.SIGTERM, StopRequest.receive)
-        signal.signal(signal.SIGINT, StopRequest.receive)
+        for number in STOPS:
+            signal.signal(number, StopRequest.receive)
 
     # Static, so that no handler holds an object: a worker replaces the handlers, and would crash
     # when it freed `sent` with them.
@@ -310,16 +333,24 @@ class StopRequest:
         return on_any_rank
 
 
-# For DataLoaders. On Linux the default of Python 3.14, a fork server, would go on when the training
-# process is killed.
-WORKER_START = "fork" if sys.platform == "linux" else None
+def protect_worker(_worker: int):
+    """Terminals and clusters signal all processes, but the step that is under way still needs its
+    workers. They end with the training process, and not before."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG: also when the training process is killed
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def ignore_stops(_worker: int):
-    """For DataLoaders' `worker_init_fn`. Terminals and clusters signal all processes, but the step
-    that is under way still needs its workers."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+# For DataLoaders that have workers
+WORKERS = {
+    # Python 3.14's default on Linux is a fork server, which would be the parent that they end with.
+    "multiprocessing_context": "fork" if sys.platform == "linux" else None,
+    "worker_init_fn": protect_worker,
+    # Seconds. A batch that does not fit into /dev/shm never comes. Less than TIMEOUT, after which
+    # the ranks that wait for this one would fail first.
+    "timeout": 1500,
+}
 
 
 def choose_precision(name: str, device: torch.device) -> str:
@@ -418,8 +449,8 @@ class Log:
 
     def print(self, text: str):
         if self.is_rank0:
-            # Ctrl-C also ends `| tee`: then nobody reads, but the run must still save.
-            with contextlib.suppress(BrokenPipeError), tqdm.external_write_mode():
+            # After Ctrl-C with `| tee`, or in a closed terminal, nobody reads: the run must save.
+            with contextlib.suppress(OSError), tqdm.external_write_mode():
                 print(text, flush=True)
 
     def write(self, record: dict):

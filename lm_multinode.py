@@ -640,9 +640,8 @@ def steps_on_device(args, world, parts: list[Part], tokenizer, positions: list[s
         Sequences(args, world, parts, tokenizer, positions),
         batch_size=args.global_batch_size // world.size,
         num_workers=1,  # not 2: both would give every step
-        multiprocessing_context=common.WORKER_START,
-        worker_init_fn=common.ignore_stops,
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
+        **common.WORKERS,
     )
     for step in loader:
         positions = step.pop("position")[size - 1 :: size]

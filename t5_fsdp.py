@@ -439,14 +439,13 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
     """Yield batches, padded, on this rank's device. `batches`: of each the numbers of its
     articles."""
     has_accelerator = world.device.type != "cpu"
+    workers = {"num_workers": 2, **common.WORKERS} if has_accelerator else {}
     loader = DataLoader(
         articles.select_columns(["input_ids", "labels"]),
         batch_sampler=batches,
         collate_fn=collate,
-        num_workers=2 if has_accelerator else 0,
-        multiprocessing_context=common.WORKER_START if has_accelerator else None,
-        worker_init_fn=common.ignore_stops,
         pin_memory=has_accelerator,
+        **workers,
     )
     for batch in loader:
         yield {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}

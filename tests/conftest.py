@@ -49,6 +49,7 @@ def fsdp(version):
 
 def pytest_sessionstart(session):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     if session.config.getoption("dist", "no") == "no":  # in pytest's workers, or where it has none
         forked.start_server()
 
@@ -100,10 +101,10 @@ def run_many(
 
 
 @contextlib.contextmanager
-def started(script, *flags, stderr=subprocess.PIPE):
+def started(script, *flags, stderr=subprocess.PIPE, start=()):
     """A command in a session of its own, as a terminal starts it, whose output can be read while it runs. It ends with
-    the block, or after 300 seconds, and what reads its output does too."""
-    command = [sys.executable, str(ROOT / script), *map(str, flags), "--device", "cpu"]
+    the block, or after 300 seconds, and what reads its output does too. `start`: a command that starts it."""
+    command = [*start, sys.executable, str(ROOT / script), *map(str, flags), "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
     with subprocess.Popen(command, **pipes, start_new_session=True) as running:
         timer = threading.Timer(300, end_group, [running])

@@ -10,9 +10,11 @@ import importlib.util
 import itertools
 import json
 import os
+import resource
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -376,16 +378,40 @@ def stop_without_reader(script, step):
 
 def stop_beside_workers(script, rank, step):
     """A rank gets SIGTERM while worker processes make T5's next batches, as they do for a GPU."""
-    script.DataLoader = functools.partial(make_workers, script.DataLoader)
+    make_workers(script)
     signal_in_step(script, rank, step, "SIGTERM")
 
 
-def make_workers(loader_class, *arguments, **options):
-    return loader_class(*arguments, **options | {"num_workers": 2})
+def make_workers(script, **changes):
+    """T5's loaders have workers, as for a GPU. `changes`: of what each loader is told."""
+    loader_class = script.DataLoader
+
+    def make_loader(*arguments, **options):
+        options["num_workers"] = options.get("num_workers") or 2  # the LM has one
+        return loader_class(*arguments, **options | script.common.WORKERS | changes)
+
+    script.DataLoader = make_loader
+
+
+def lose_workers(script, fate):
+    """Before it sends a batch each worker falls silent, or is killed as where memory is full."""
+    fates = {"silent": lambda _: time.sleep(400), "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL)}
+    make_workers(script, timeout=3, collate_fn=fates[fate])
+
+
+def read_for_ever(script, steps):
+    """The LM's workers hand over so many steps, and read on."""
+    iterate = script.Sequences.__iter__
+
+    def iterate_and_wait(self):
+        yield from itertools.islice(iterate(self), steps)
+        time.sleep(400)
+
+    script.Sequences.__iter__ = iterate_and_wait
 
 
 def spawn_workers(script):
-    script.common.WORKER_START = "spawn"
+    script.common.WORKERS["multiprocessing_context"] = "spawn"
 
 
 def in_own_session(script):
@@ -397,7 +423,7 @@ def in_own_session(script):
 def stop_group(script, name, worker_start):
     """This rank and its workers get a signal in the middle of the second step. `worker_start`: how they start."""
     in_own_session(script)
-    script.common.WORKER_START = worker_start
+    script.common.WORKERS["multiprocessing_context"] = worker_start
     summed_loss = script.summed_loss
     losses = itertools.count(1)
     args = script.parse_args()
@@ -412,9 +438,15 @@ def stop_group(script, name, worker_start):
 
 
 def kill_alone(script, step):
-    """Rank 1 is killed in a step; what it has started is not."""
+    """Rank 1 is killed in a step, and nobody else; its worker is reading."""
     in_own_session(script)
+    read_for_ever(script, step)
     signal_in_step(script, 1, step)
+
+
+def limit_open_files(script, count):
+    """As a shell does: the process may raise its limit."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def take_next_port(script):

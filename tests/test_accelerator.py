@@ -249,7 +249,7 @@ def test_the_comparison_leaves_the_device_to_its_second_half(small_mnist, tmp_pa
     """Which, on one device, is the launching process: it has not touched the device before."""
     flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--batch-size", 16, "--epochs", 1, "--model", "shallow")
     printed = succeed("mnist_fsdp.py", *flags, "--output-dir", tmp_path, device="auto").stdout
-    assert len(re.findall("^torchrun --standalone --nproc_per_node", printed, re.M)) == min(DEVICES, 2)
+    assert len(re.findall("^torchrun .*--nproc_per_node", printed, re.M)) == min(DEVICES, 2)
     assert [row["mode"] for row in records(tmp_path, "loss")] == ["local", "fsdp"]
 
 

@@ -166,6 +166,12 @@ def test_a_mistake_is_one_sentence(command, processes, words, here):
     refuse(script, *flags, words=words, processes=processes)
 
 
+@pytest.mark.parametrize("script, fate", [("lm_multinode.py", "silent"), ("t5_fsdp.py", "killed")])
+def test_a_worker_that_cannot_send(script, fate, here, tmp_path):
+    """As in a container with a small /dev/shm: it is killed, or what it sends is lost."""
+    refuse(script, "--output-dir", tmp_path, words=["--shm-size"], change=("lose_workers", fate))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name, content, word", [pytest.param(*file, id=file[0]) for file in FILES])
 def test_a_file_without_usable_texts(name, content, word, here):

@@ -1,11 +1,13 @@
 """Stops reach all processes of a run at once, as from Slurm or a terminal: it saves, and leaves none behind."""
 
+import os
+import pty
 import re
 import time
 from pathlib import Path
 
 import pytest
-from conftest import curve, losses, run, run_many
+from conftest import curve, losses, run, run_many, started
 
 import inside
 
@@ -16,7 +18,7 @@ LM = (
 
 
 def check_that_none_is_left(printed):
-    """Of the sessions of the ranks. A worker looks every five seconds whether its parent is alive."""
+    """Of the sessions of the ranks."""
     sessions = re.findall(r"^session (\d+)$", printed, re.M)
     assert len(sessions) == 2
     deadline = time.monotonic() + 30
@@ -39,6 +41,7 @@ def processes_of(sessions):
 CASES = [
     ("SIGTERM", "fork"),
     ("SIGINT", "fork"),
+    ("SIGHUP", "fork"),
     pytest.param("SIGTERM", "spawn", marks=pytest.mark.long),  # as on macOS
 ]
 
@@ -64,6 +67,39 @@ def test_a_stop_is_saved_though_nobody_reads_any_more(tiny_llama, tmp_path):
     flags = (*LM, "--model", tiny_llama, "--log-every", 10, "--output-dir", tmp_path)
     run("lm_multinode.py", *flags, processes=1, fork=True, change=("stop_without_reader", 1))
     assert (tmp_path / "checkpoints/step-0000002/.metadata").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nohup, processes", [(False, 1), (False, 2), (True, 2)])
+def test_a_terminal_that_closes(nohup, processes, tiny_llama, tmp_path, monkeypatch):
+    """Nobody reads from then on: printing fails. The run saves and ends; under nohup it goes on to its end."""
+    steps = 30 if nohup else 10_000
+    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 16, "--max-steps", steps, "--num-processes", processes)
+    ours, theirs = pty.openpty()
+    # What opens a terminal as the first of its session has it as its own.
+    start = ("sh", "-c", 'exec "$@" <$0 >$0 2>&1', os.ttyname(theirs), *(["nohup"] if nohup else []))
+    monkeypatch.chdir(tmp_path)  # for nohup.out
+    with started("lm_multinode.py", *flags, "--output-dir", tmp_path, start=start) as running:
+        while running.poll() is None and not (Path("metrics.jsonl").exists() and losses(tmp_path)):
+            time.sleep(0.1)
+        os.close(ours)
+        running.wait()
+    os.close(theirs)
+    last_step = max(losses(tmp_path))
+    assert (last_step == steps) == nohup == (tmp_path / "model").exists()
+    assert (tmp_path / f"checkpoints/step-{last_step:07d}/.metadata").exists() != nohup
+
+
+@pytest.mark.long
+def test_a_run_does_not_wait_for_a_worker_that_reads(tiny_llama, tmp_path):
+    flags = (*LM, "--model", tiny_llama, "--max-steps", 1, "--no-save-model", "--output-dir", tmp_path)
+    run_many("lm_multinode.py", [flags], 2, change=("read_for_ever", 1))
+
+
+@pytest.mark.long
+def test_streams_may_be_more_than_open_files(tmp_path):
+    flags = (*LM, "--global-batch-size", 64, "--micro-batch-size", 1, "--max-steps", 1, "--no-save-model")
+    run_many("lm_multinode.py", [[*flags, "--output-dir", tmp_path]], 1, change=("limit_open_files", 64))
 
 
 @pytest.mark.long
