@@ -325,8 +325,8 @@ def make_meta_model(config) -> nn.Module:
 
 
 def load_data(args, checkpoint: Path | None) -> tuple:
-    """The parts of the dataset, texts to validate on, the model's config, and the tokenizer: one
-    that was trained is that of the checkpoint."""
+    """The parts of the dataset, sequences to validate on, the model's config, and the tokenizer:
+    one that was trained is that of the checkpoint."""
     is_pretrained = args.model not in MODELS
     config = None
     tokenizer = None
@@ -355,7 +355,14 @@ def load_data(args, checkpoint: Path | None) -> tuple:
         config.eos_token_id = tokenizer.eos_token_id
         config.max_position_embeddings = args.seq_length
         config._attn_implementation = ATTENTION
-    return parts, held_out, config, tokenizer
+
+    validation_set = pack(tokenize(held_out, tokenizer), args.seq_length)
+    if len(validation_set["labels"]) == 0:
+        raise common.UserError(
+            f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or"
+            " a lower --seq-length"
+        )
+    return parts, validation_set, config, tokenizer
 
 
 def load_config(args):
@@ -585,7 +592,12 @@ def read_texts(args, parts: list[Part], number: int, place: list):
 def read_sequences(args, parts: list[Part], tokenizer, number: int, position: str | None):
     """Yield the sequences of a stream, each with the position after it. A block of texts, which are
     shuffled and packed, fills 64 or more."""
-    place, block, done = json.loads(position or "[[0, null, 0], 0, 0]")
+    place, block, done, num_parts = json.loads(position or f"[[0, null, 0], 0, 0, {len(parts)}]")
+    if num_parts != len(parts):
+        raise common.UserError(
+            f"the run had {num_parts} files, or Parquet's groups of rows, and now there are"
+            f" {len(parts)}; choose another --output-dir"
+        )
     texts_and_places = read_texts(args, parts, number, place)
     while True:
         start = place
@@ -601,7 +613,7 @@ def read_sequences(args, parts: list[Part], tokenizer, number: int, position: st
         for row in range(done, len(sequences["labels"])):
             # In 32 bits, as a worker sends it through shared memory, of which Docker has little
             sequence = {name: rows[row].astype("int32") for name, rows in sequences.items()}
-            yield sequence | {"position": json.dumps([start, block, row + 1])}
+            yield sequence | {"position": json.dumps([start, block, row + 1, num_parts])}
         block += 1
         done = 0
 
@@ -859,18 +871,11 @@ def main(args, world):
     replicas, shards = mesh_shape(args, world)
 
     # Data
-    parts, held_out, config, tokenizer = common.first_on_node(
-        world, lambda: load_data(args, checkpoint)
-    )
-    validation_set = pack(tokenize(held_out, tokenizer), args.seq_length)
-    count = len(validation_set["labels"])
-    if count == 0:
-        raise common.UserError(
-            f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or"
-            " a lower --seq-length"
-        )
+    data = common.first_on_node(world, lambda: load_data(args, checkpoint))
+    parts, validation_set, config, tokenizer = data
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
-    log.print(f"data     {step_tokens:,} tokens in a step, {count} sequences to validate")
+    num_sequences = len(validation_set["labels"])
+    log.print(f"data     {step_tokens:,} tokens in a step, {num_sequences} sequences to validate")
 
     # Model
     full_model = None
@@ -895,11 +900,6 @@ def main(args, world):
     positions = None
     if checkpoint:
         progress = common.load_checkpoint(checkpoint, args, MUST_MATCH, model, optimizer)
-        if progress["num_parts"] != len(parts):
-            raise common.UserError(
-                f"{checkpoint} was made with {progress['num_parts']} files (or Parquet's groups of"
-                f" rows), and now there are {len(parts)}; choose another --output-dir"
-            )
         step = progress["step"]
         positions = progress["positions"]
         log.print(f"resumed  from step {step} of {args.max_steps}")
@@ -951,7 +951,7 @@ def main(args, world):
                 dist.all_gather_object(gathered, positions)
                 # Rank 0 has streams 0, n, 2n, ..., rank 1 has streams 1, n + 1, ...
                 in_order = [position for nth in zip(*gathered, strict=True) for position in nth]
-                progress = {"step": step, "positions": in_order, "num_parts": len(parts)}
+                progress = {"step": step, "positions": in_order}
                 common.save_checkpoint(
                     args.output_dir, progress, args, model, optimizer, tokenizer, world
                 )
