@@ -435,8 +435,9 @@ def test_the_first_try_of_a_chat_model_needs_no_hub(tiny_llama, tmp_path):
     command = re.search(r"^python first_chat.py\npython lm_multinode.py (.+)", section, re.M)[1]
     flags = [str(paths.get(flag, flag)) for flag in shlex.split(command)]
     assert {str(path) for path in paths.values()} <= set(flags)
-    run_many(folder / "lm_multinode.py", [[*flags, "--max-steps", 2, "--log-every", 1, "--output-dir", tmp_path]], 2)
-    assert len(curve(tmp_path)) == 2
+    output = tmp_path / "chat"
+    run_many(folder / "lm_multinode.py", [[*flags, "--max-steps", 2, "--log-every", 1, "--output-dir", output]], 2)
+    assert len(curve(output)) == 2
 
 
 @pytest.mark.long
