@@ -325,7 +325,7 @@ def make_meta_model(config) -> nn.Module:
 
 
 def load_data(args, checkpoint: Path | None) -> tuple:
-    """The parts of the dataset, sequences to validate on, the model's config, and the tokenizer:
+    """The files of the dataset, sequences to validate on, the model's config, and the tokenizer:
     one that was trained is that of the checkpoint."""
     is_pretrained = args.model not in MODELS
     config = None
@@ -341,11 +341,11 @@ def load_data(args, checkpoint: Path | None) -> tuple:
                 f" {tokenizer.vocab_size}; choose the model's own --tokenizer"
             )
 
-    parts, first, held_out = load_texts(args)
+    files, to_train, held_out = load_texts(args)
     if tokenizer is None and checkpoint:
         tokenizer = common.load_tokenizer(checkpoint)
     elif tokenizer is None:
-        tokenizer = common.train_tokenizer(first[:2000], vocab_size=2048, append_eos=False)
+        tokenizer = common.train_tokenizer(to_train[:2000], vocab_size=2048, append_eos=False)
     if tokenizer.eos_token_id is None:
         raise common.UserError("the tokenizer has no EOS token, which ends each text")
     if config is None:
@@ -362,7 +362,7 @@ def load_data(args, checkpoint: Path | None) -> tuple:
             f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or"
             " a lower --seq-length"
         )
-    return parts, validation_set, config, tokenizer
+    return files, validation_set, config, tokenizer
 
 
 def load_config(args):
@@ -403,11 +403,11 @@ FORMATS = re.compile(r"\.(json|parquet)l?(\.(gz|bz2|xz|zst))?$", re.I)
 HELD_BACK = re.compile(r"/(test|val|valid|validation|dev|eval)(-\d+-of-\d+)?\.[^/]*$", re.I)
 
 
-class Part(NamedTuple):
-    """What is read in one go: a file, or a group of rows of a Parquet file."""
+class DataFile(NamedTuple):
+    """A file of texts, or of a Parquet file one of its groups of rows."""
 
     kind: str
-    file: str
+    path: str
     group: int = 0
     num_groups: int = 1
 
@@ -422,11 +422,11 @@ def naming(source: str):
         raise common.UserError(f"cannot read {source}: {reason}") from error
 
 
-def find_parts(args) -> list[Part]:
-    """The parts of --dataset. Raises UserError where it is not found."""
+def find_files(args) -> list[DataFile]:
+    """The files of --dataset. Raises UserError where it is not found."""
     name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
     if name == "builtin":
-        return [Part("builtin", "builtin")]
+        return [DataFile("builtin", "builtin")]
 
     card = Path(name, "README.md")
     has_card = card.exists() and card.read_text().startswith("---")  # which names its files
@@ -438,46 +438,46 @@ def find_parts(args) -> list[Part]:
             builder = datasets.load_dataset_builder("json", data_files=name)
         else:
             builder = datasets.load_dataset_builder(*name.split(":"))
-        files = builder.config.data_files["train"]
-    if is_folder:
-        files = [file for file in files if FORMATS.search(file) and not HELD_BACK.search(file)]
+        paths = builder.config.data_files["train"]
 
-    parts = []
-    for file in files:
-        ending = FORMATS.search(file)
-        parts.append(Part(ending[1].lower() if ending else builder.name, file))
-    if streams_of_a_part(args, len(parts)) == 1:
-        return parts
+    files = []
+    for path in paths:
+        ending = FORMATS.search(path)
+        if is_folder and (not ending or HELD_BACK.search(path)):
+            continue
+        files.append(DataFile(ending[1].lower() if ending else builder.name, path))
+    if streams_of_a_file(args, len(files)) == 1:
+        return files
 
-    # So few would be read by several streams. Of Parquet files they can have groups of rows.
+    # So few would be read by several streams. Of Parquet files these can have groups of rows.
     groups = []
-    for part in parts:
+    for file in files:
         num_groups = 1
-        if part.kind == "parquet":
-            with naming(part.file):
-                num_groups = open_part(part).reshard().num_shards
-        groups += [part._replace(group=i, num_groups=num_groups) for i in range(num_groups)]
+        if file.kind == "parquet":
+            with naming(file.path):
+                num_groups = open_file(file).reshard().num_shards
+        groups += [file._replace(group=i, num_groups=num_groups) for i in range(num_groups)]
     return groups
 
 
-def streams_of_a_part(args, num_parts: int) -> int:
-    """How many streams share a part: as few as have eight parts together, or all. With eight, files
-    of any size weigh what they hold, about; and what is shared is read by each of them."""
+def streams_of_a_file(args, num_files: int) -> int:
+    """How many streams share a file, which each of them then reads: as few as have eight files
+    together, or all. With eight, files of any size weigh what they hold, about."""
     num_streams = args.global_batch_size // args.micro_batch_size
     for sharing in range(1, num_streams):
-        if num_streams % sharing == 0 and num_parts * sharing >= 8 * num_streams:
+        if num_streams % sharing == 0 and num_files * sharing >= 8 * num_streams:
             return sharing
     return num_streams
 
 
-def open_part(part: Part) -> datasets.IterableDataset:
-    if part.kind == "builtin":
+def open_file(file: DataFile) -> datasets.IterableDataset:
+    if file.kind == "builtin":
         return datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset()
-    # By itself, so that its columns need not be those of another file.
+    # By itself, so that its columns need not be those of other files.
     options = {"split": "train", "streaming": True}
-    rows = datasets.load_dataset(part.kind, data_files=part.file, **options)
-    if part.num_groups > 1:
-        rows = rows.reshard().shard(part.num_groups, part.group)
+    rows = datasets.load_dataset(file.kind, data_files=file.path, **options)
+    if file.num_groups > 1:
+        rows = rows.reshard().shard(file.num_groups, file.group)
     return rows
 
 
@@ -487,18 +487,18 @@ def builtin_texts() -> list[str]:
     return sorted({text.strip() for text in paragraphs if len(text) > 200})
 
 
-def read_part(part: Part, column: str, place: dict | None = None):
-    """Yield some rows at a time: their texts, how many rows they are, and the place after them.
+def read_file(file: DataFile, column: str, position: dict | None = None):
+    """Yield 32 rows at a time: their texts, how many rows they are, and the position after them.
     Raises UserError."""
-    with naming(part.file):
-        rows = open_part(part)
-        if place:
-            rows.load_state_dict(place)
-        for some in rows.iter(32):
-            if column not in some:
-                raise common.UserError(f"it has no column {column}, but {', '.join(some)}")
-            texts = [text for text in some[column] if isinstance(text, str) and text.strip()]
-            yield texts, len(some[column]), rows.state_dict()
+    with naming(file.path):
+        dataset = open_file(file)
+        if position:
+            dataset.load_state_dict(position)
+        for rows in dataset.iter(32):
+            if column not in rows:
+                raise common.UserError(f"it has no column {column}, but {', '.join(rows)}")
+            texts = [text for text in rows[column] if isinstance(text, str) and text.strip()]
+            yield texts, len(rows[column]), dataset.state_dict()
 
 
 def is_held_out(text: str) -> bool:
@@ -506,20 +506,20 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % 20 == 0
 
 
-def load_texts(args) -> tuple[list[Part], list[str], list[str]]:
-    """The parts of the dataset, its first texts to train on, and those held out to validate."""
-    parts = find_parts(args)
-    first = []
+def load_texts(args) -> tuple[list[DataFile], list[str], list[str]]:
+    """The files of the dataset, its first texts to train on, and those held out to validate."""
+    files = find_files(args)
+    to_train = []
     held_out = []
     num_rows = 0
     more = ""
-    pieces = (read_part(part, args.text_column) for part in parts)
-    for texts, count, _ in itertools.chain.from_iterable(pieces):
+    read = (read_file(file, args.text_column) for file in files)
+    for texts, count, _ in itertools.chain.from_iterable(read):
         num_rows += count
         for text in texts:
-            side = held_out if is_held_out(text) else first
+            side = held_out if is_held_out(text) else to_train
             side.append(text)
-        if len(held_out) >= args.num_validation_texts and len(first) >= 2000:
+        if len(held_out) >= args.num_validation_texts and len(to_train) >= 2000:
             more = "more than "  # it need not read on
             break
     if not held_out:
@@ -528,14 +528,14 @@ def load_texts(args) -> tuple[list[Part], list[str], list[str]]:
         )
 
     if dist.get_rank() == 0:
-        files = list(dict.fromkeys(Path(part.file).name for part in parts))
-        names = ", ".join(files[:5] + ["..."] * (len(files) > 5))
-        print(f"dataset  {len(files):,} files: {names}", flush=True)
-        num_texts = len(first) + len(held_out)
-        sharing = streams_of_a_part(args, len(parts))
+        names = list(dict.fromkeys(Path(file.path).name for file in files))
+        listed = ", ".join(names[:5] + ["..."] * (len(names) > 5))
+        print(f"dataset  {args.dataset}, files: {len(names):,} ({listed})", flush=True)
+        num_texts = len(to_train) + len(held_out)
+        sharing = streams_of_a_file(args, len(files))
         rest = f"{num_rows - num_texts:,} rows without one; {sharing} streams read each file"
         print(f"texts    {more}{num_texts:,}, {rest}", flush=True)
-    return parts, first, held_out[: args.num_validation_texts]
+    return files, to_train, held_out[: args.num_validation_texts]
 
 
 def tokenize(texts: list[str], tokenizer) -> list[list[int]]:
@@ -559,63 +559,66 @@ def pack(token_lists: list[list[int]], length: int) -> dict:
     }
 
 
-def read_texts(args, parts: list[Part], number: int, place: list):
-    """Yield texts of a stream, some at a time and pass after pass, and the place after them.
+def read_texts(args, files: list[DataFile], number: int, position: list):
+    """Yield texts of stream `number`, some at a time and pass after pass, and the position after
+    them.
 
-    The streams that share parts have every n-th text of them. Each goes through them in an order of
+    The streams that share files have every n-th text of them. Each goes through them in an order of
     its own, so that kinds of texts mix.
     """
     num_streams = args.global_batch_size // args.micro_batch_size
-    sharing = streams_of_a_part(args, len(parts))
-    dealt = random.Random(args.seed).sample(parts, len(parts))
-    own = dealt[number // sharing :: num_streams // sharing]
-    order = random.Random(number).sample(range(len(own)), len(own))
+    sharing = streams_of_a_file(args, len(files))
+    dealt = random.Random(args.seed).sample(files, len(files))
+    of_stream = dealt[number // sharing :: num_streams // sharing]
+    order = random.Random(number).sample(range(len(of_stream)), len(of_stream))
 
-    turn, place_in_part, num_before = place
-    last_turn = turn + len(own)
+    turn, in_file, num_before = position  # num_before: texts of this file
+    last_turn = turn + len(order)
     while turn <= last_turn:
-        index = order[turn % len(own)]
-        for texts, _, place_after in read_part(own[index], args.text_column, place_in_part):
+        index = order[turn % len(order)]
+        for texts, _, after in read_file(of_stream[index], args.text_column, in_file):
             texts = [text for text in texts if not is_held_out(text)]
-            # By `index`, or of small parts the same streams would have most.
-            first = (number - index - num_before) % sharing
+            # By `index`, or of small files the same streams would have most.
+            start = (number - index - num_before) % sharing
             num_before += len(texts)
-            if len(texts) > first:
-                last_turn = turn + len(own)
-                yield texts[first::sharing], [turn, place_after, num_before]
+            if start < len(texts):
+                last_turn = turn + len(order)
+                yield texts[start::sharing], [turn, after, num_before]
         turn += 1
-        place_in_part = None
+        in_file = None
         num_before = 0
     raise common.UserError("there are fewer texts than micro-batches in a step")
 
 
-def read_sequences(args, parts: list[Part], tokenizer, number: int, position: str | None):
-    """Yield the sequences of a stream, each with the position after it. A block of texts, which are
-    shuffled and packed, fills 64 or more."""
-    place, block, done, num_parts = json.loads(position or f"[[0, null, 0], 0, 0, {len(parts)}]")
-    if num_parts != len(parts):
+def read_sequences(args, files: list[DataFile], tokenizer, number: int, position: str | None):
+    """Yield the sequences of stream `number`, each with the position after it. They come in blocks
+    of 64 or more, in each of which texts are shuffled and packed."""
+    start = f"[[0, null, 0], 0, 0, {len(files)}]"
+    after_texts, block, num_done, num_files = json.loads(position or start)
+    if num_files != len(files):
         raise common.UserError(
-            f"the run had {num_parts} files, or Parquet's groups of rows, and now there are"
-            f" {len(parts)}; choose another --output-dir"
+            f"the run had {num_files} files, or Parquet's groups of rows, and now there are"
+            f" {len(files)}; choose another --output-dir"
         )
-    texts_and_places = read_texts(args, parts, number, place)
+    texts_of_stream = read_texts(args, files, number, after_texts)
     while True:
-        start = place
+        before_block = after_texts
         token_lists = []
         num_tokens = 0
         while num_tokens <= 64 * args.seq_length:
-            texts, place = next(texts_and_places)
+            texts, after_texts = next(texts_of_stream)
             for tokens in tokenize(texts, tokenizer):
                 token_lists.append(tokens)
                 num_tokens += len(tokens)
         np.random.default_rng([args.seed, number, block]).shuffle(token_lists)
         sequences = pack(token_lists, args.seq_length)
-        for row in range(done, len(sequences["labels"])):
-            # In 32 bits, as a worker sends it through shared memory, of which Docker has little
+        for row in range(num_done, len(sequences["labels"])):
+            # In 32 bits: the worker sends it through shared memory, of which Docker gives little.
             sequence = {name: rows[row].astype("int32") for name, rows in sequences.items()}
-            yield sequence | {"position": json.dumps([start, block, row + 1, num_parts])}
+            after = json.dumps([before_block, block, row + 1, num_files])
+            yield sequence | {"position": after}
         block += 1
-        done = 0
+        num_done = 0
 
 
 class Sequences(IterableDataset):
@@ -625,12 +628,12 @@ class Sequences(IterableDataset):
     fewer of them.
     """
 
-    def __init__(self, args, world, parts: list[Part], tokenizer, positions: list[str] | None):
+    def __init__(self, args, world, files: list[DataFile], tokenizer, positions: list[str] | None):
         num_streams = args.global_batch_size // args.micro_batch_size
         self.streams = []
         for number in range(world.rank, num_streams, world.size):
             position = positions[number] if positions else None
-            self.streams.append((args, parts, tokenizer, number, position))
+            self.streams.append((args, files, tokenizer, number, position))
         self.micro_batch_size = args.micro_batch_size
 
     def __iter__(self):
@@ -640,7 +643,7 @@ class Sequences(IterableDataset):
                 yield from itertools.islice(stream, self.micro_batch_size)
 
 
-def steps_on_device(args, world, parts: list[Part], tokenizer, positions: list[str] | None):
+def steps_on_device(args, world, files: list[DataFile], tokenizer, positions: list[str] | None):
     """Yield for each step this rank's micro-batches, on its device, and the positions of its
     streams after it, where a resumed run goes on. A worker process packs ahead.
 
@@ -649,7 +652,7 @@ def steps_on_device(args, world, parts: list[Part], tokenizer, positions: list[s
     size = args.micro_batch_size
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # true hangs in a forked worker
     loader = DataLoader(
-        Sequences(args, world, parts, tokenizer, positions),
+        Sequences(args, world, files, tokenizer, positions),
         batch_size=args.global_batch_size // world.size,
         num_workers=1,  # not 2: both would give every step
         pin_memory=world.device.type != "cpu",  # else the host waits for each copy
@@ -659,8 +662,8 @@ def steps_on_device(args, world, parts: list[Part], tokenizer, positions: list[s
         positions = step.pop("position")[size - 1 :: size]
         for name, tensor in step.items():
             step[name] = tensor.to(world.device, non_blocking=True).long().split(size)
-        batches = zip(*step.values(), strict=True)
-        yield [dict(zip(step, batch, strict=True)) for batch in batches], positions
+        micro_batches = zip(*step.values(), strict=True)
+        yield [dict(zip(step, tensors, strict=True)) for tensors in micro_batches], positions
 
 
 @torch.no_grad()
@@ -872,7 +875,7 @@ def main(args, world):
 
     # Data
     data = common.first_on_node(world, lambda: load_data(args, checkpoint))
-    parts, validation_set, config, tokenizer = data
+    files, validation_set, config, tokenizer = data
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
     num_sequences = len(validation_set["labels"])
     log.print(f"data     {step_tokens:,} tokens in a step, {num_sequences} sequences to validate")
@@ -887,7 +890,7 @@ def main(args, world):
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
         log.print(f"fsdp     every strategy, {args.precision}")
-        steps = steps_on_device(args, world, parts, tokenizer, None)
+        steps = steps_on_device(args, world, files, tokenizer, None)
         compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed)
         return
     mesh = f"{replicas} x {shards} (replicas x shards)"
@@ -913,7 +916,7 @@ def main(args, world):
     start = time.perf_counter()
 
     numbers = range(step + 1, args.max_steps + 1)
-    steps = steps_on_device(args, world, parts, tokenizer, positions)
+    steps = steps_on_device(args, world, files, tokenizer, positions)
     for step in log.bar(numbers, "train", len(numbers)):
         lr = learning_rate(args, step, args.max_steps)
         for group in optimizer.param_groups:

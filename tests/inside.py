@@ -199,15 +199,15 @@ def lm_mesh_shape(args, size, per_node):
 
 
 def lm_texts(args, script=lm_multinode):
-    """The parts of the dataset, and the list of texts that are held out."""
+    """The files of the dataset, and the list of texts that are held out."""
     with mock.patch("torch.distributed.get_rank", return_value=1):  # prints nothing
-        parts, _, held_out = script.load_texts(args)
-    return parts, held_out
+        files, _, held_out = script.load_texts(args)
+    return files, held_out
 
 
-def lm_train_texts(args, parts):
+def lm_train_texts(args, files):
     """All texts of the dataset that are not held out."""
-    read = itertools.chain.from_iterable(lm_multinode.read_part(part, args.text_column) for part in parts)
+    read = itertools.chain.from_iterable(lm_multinode.read_file(file, args.text_column) for file in files)
     return [text for texts, _, _ in read for text in texts if not lm_multinode.is_held_out(text)]
 
 
@@ -221,24 +221,24 @@ def lm_packed(texts, args, tokenizer, script=lm_multinode):
     return script.pack(script.tokenize(texts, tokenizer), args.seq_length)
 
 
-def lm_steps(args, tokenizer, rank=0, size=1, positions=None, parts=None, script=lm_multinode):
+def lm_steps(args, tokenizer, rank=0, size=1, positions=None, files=None, script=lm_multinode):
     """Yield a rank's micro-batches of each step, and the positions of its streams after it; without a worker process.
     `positions`: of all streams, to go on from."""
 
     def in_this_process(dataset, batch_size, **_):
         return DataLoader(dataset, batch_size)
 
-    parts = parts or lm_texts(args, script)[0]
+    files = files or lm_texts(args, script)[0]
     with mock.patch.object(script, "DataLoader", in_this_process):
-        steps = lm_loader(args, tokenizer, rank, size, positions, parts, script)
+        steps = lm_loader(args, tokenizer, rank, size, positions, files, script)
         first = next(steps)
     for micro_batches, positions in itertools.chain([first], steps):
         yield [{name: tensor.numpy() for name, tensor in batch.items()} for batch in micro_batches], positions
 
 
-def lm_loader(args, tokenizer, rank, size, positions, parts, script=lm_multinode):
+def lm_loader(args, tokenizer, rank, size, positions, files, script=lm_multinode):
     """As `lm_steps`, as tensors, through the loader and its worker process."""
-    return script.steps_on_device(args, world_of(rank, size), parts, tokenizer, positions)
+    return script.steps_on_device(args, world_of(rank, size), files, tokenizer, positions)
 
 
 # What a user may edit in a copy, before and after.

@@ -64,13 +64,13 @@ def whole_texts(tokenizer, tokens, texts):
 def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer, shards):
     """Of all streams together, so each file weighs what it holds; shuffled, and in each pass in another order."""
     args = lm_args(write_shards(tmp_path, shards), streams=4, seq_length=8)  # little is cut off at the end of a block
-    parts, held_out = inside.lm_texts(args)
-    texts = inside.lm_train_texts(args, parts)
+    files, held_out = inside.lm_texts(args)
+    texts = inside.lm_train_texts(args, files)
     assert sorted([*texts, *held_out]) == sorted(read_texts(tmp_path))
-    streams, _ = take(inside.lm_steps(args, tokenizer, parts=parts), 150)
+    streams, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
     orders = [whole_texts(tokenizer, tokens, texts) for tokens in streams]
     args.seed = 2
-    again, _ = take(inside.lm_steps(args, tokenizer, parts=parts), 150)
+    again, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
     assert orders != [whole_texts(tokenizer, tokens, texts) for tokens in again]
 
     seen = []
@@ -104,10 +104,10 @@ def test_kinds_of_texts_mix(tmp_path, tokenizer):
 def test_streams_are_the_same_on_any_number_of_processes(tmp_path, tokenizer):
     """In order: rank 1 of 3 has streams 1 and 4."""
     args = lm_args(write_shards(tmp_path, [40] * 4), streams=6)
-    parts, _ = inside.lm_texts(args)
-    whole, _ = take(inside.lm_steps(args, tokenizer, parts=parts), 5)
+    files, _ = inside.lm_texts(args)
+    whole, _ = take(inside.lm_steps(args, tokenizer, files=files), 5)
     for rank, size in ((1, 3), (0, 2), (4, 6)):
-        own, _ = take(inside.lm_steps(args, tokenizer, rank, size, parts=parts), 5)
+        own, _ = take(inside.lm_steps(args, tokenizer, rank, size, files=files), 5)
         assert np.array_equal(own, whole[rank::size])
 
 
@@ -118,18 +118,18 @@ def test_held_out_texts_are_chosen_by_their_content(tmp_path):
         (tmp_path / name).mkdir()
         write_shards(tmp_path / name, shards)
     args = lm_args(tmp_path / "one" / "*.json.gz")
-    parts, held_out = inside.lm_texts(args)
-    texts = inside.lm_train_texts(args, parts)
+    files, held_out = inside.lm_texts(args)
+    texts = inside.lm_train_texts(args, files)
     assert 20 < len(held_out) < 90
     assert sorted([*texts, *held_out]) == sorted(read_texts(tmp_path / "one"))
     args = lm_args(tmp_path / "*" / "*.json.gz", num_validation_texts=15)
-    parts, few = inside.lm_texts(args)
-    assert set(inside.lm_train_texts(args, parts)) == set(texts)
+    files, few = inside.lm_texts(args)
+    assert set(inside.lm_train_texts(args, files)) == set(texts)
     assert len(few) == 15 and set(few) <= set(held_out)
 
     args = lm_args("builtin")
-    parts, held_out = inside.lm_texts(args)
-    texts = inside.lm_train_texts(args, parts)
+    files, held_out = inside.lm_texts(args)
+    texts = inside.lm_train_texts(args, files)
     assert len(texts) == len(set(texts)) > 500 and not set(held_out) & set(texts)
 
 
@@ -166,9 +166,9 @@ def test_streams_go_on_exactly_from_any_place_on_any_number_of_processes(tmp_pat
         args = lm_args(tmp_path / "rows.parquet", streams=4, micro_batch_size=8)
     else:
         args = lm_args(write_shards(tmp_path, shards), streams=4, micro_batch_size=8)
-    parts, _ = inside.lm_texts(args)
-    assert len(parts) == (40 if shards == "row groups" else len(shards))
-    whole, _ = take(inside.lm_steps(args, tokenizer, parts=parts), count)
+    files, _ = inside.lm_texts(args)
+    assert len(files) == (40 if shards == "row groups" else len(shards))
+    whole, _ = take(inside.lm_steps(args, tokenizer, files=files), count)
     choose = random.Random(0)
     done = 0
     positions = None
@@ -177,7 +177,7 @@ def test_streams_go_on_exactly_from_any_place_on_any_number_of_processes(tmp_pat
         size = choose.choice((1, 2, 4))
         after = [None] * 4
         for rank in range(size):
-            own, places = take(inside.lm_steps(args, tokenizer, rank, size, positions, parts), some)
+            own, places = take(inside.lm_steps(args, tokenizer, rank, size, positions, files), some)
             for tokens, expected in zip(own, whole[rank::size], strict=True):
                 assert np.array_equal(tokens, expected[done : done + some])
             after[rank::size] = places[-1]
@@ -209,8 +209,8 @@ def test_all_formats_hold_the_same_texts(tmp_path, monkeypatch):
         formats.append(lm_args(tmp_path / name, text_column="body"))
     formats.append(lm_args("someone/texts:english", text_column="body"))
     for args in formats:
-        parts, held_out = inside.lm_texts(args)
-        assert held_out and sorted([*held_out, *inside.lm_train_texts(args, parts)]) == sorted(texts)
+        files, held_out = inside.lm_texts(args)
+        assert held_out and sorted([*held_out, *inside.lm_train_texts(args, files)]) == sorted(texts)
 
 
 def write_rows(path, rows):
@@ -232,14 +232,14 @@ def test_a_folder_means_its_files(tmp_path):
     write_rows(tmp_path / "empty.jsonl", [{"text": text} for text in ("", " \n", None)])
     (tmp_path / "README.md").write_text("# Texts\n")
     args = lm_args(tmp_path)
-    parts, held_out = inside.lm_texts(args)
-    assert sorted([*inside.lm_train_texts(args, parts), *held_out]) == sorted(texts)
+    files, held_out = inside.lm_texts(args)
+    assert sorted([*inside.lm_train_texts(args, files), *held_out]) == sorted(texts)
 
     (tmp_path / "README.md").write_text(
         "---\nconfigs:\n- config_name: default\n  data_files: deeper/unit-test-docs.jsonl\n---\n"
     )
-    parts, held_out = inside.lm_texts(args)
-    assert sorted([*inside.lm_train_texts(args, parts), *held_out]) == sorted(texts[80:120])
+    files, held_out = inside.lm_texts(args)
+    assert sorted([*inside.lm_train_texts(args, files), *held_out]) == sorted(texts[80:120])
 
 
 def test_short_texts_never_end_a_run(tmp_path):

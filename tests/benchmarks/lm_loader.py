@@ -68,9 +68,9 @@ def rows(folder: Path, micro_batches: int):
         empty = MODULES["lm_multinode.py"].make_meta_model(config)
         needs[f"{model} needs"] = 0.5 / lm_mfu_per_token_per_second(args, world_of(), empty)
 
-    parts, _ = lm_texts(args)
+    files, _ = lm_texts(args)
     for size in (1, 8):
-        steps = lm_loader(args, tokenizer, rank=0, size=size, positions=None, parts=parts)
+        steps = lm_loader(args, tokenizer, rank=0, size=size, positions=None, files=files)
         for _ in range(4):  # start, and fill and empty the queue, which holds two
             next(steps)
         step_size = args.global_batch_size // size

@@ -97,8 +97,8 @@ def write_c4_like(folder: Path, count: int) -> None:
 # ---- The loops: each makes steps, and yields what all processes have trained on in one -------------------------------
 def lm_script(args, world, tokenizer):
     config, _ = lm_config(args)
-    parts, _ = lm_texts(args)
-    steps = lm_loader(args, tokenizer, world.rank, world.size, None, parts)
+    files, _ = lm_texts(args)
+    steps = lm_loader(args, tokenizer, world.rank, world.size, None, files)
     _, step = lm_trainer(args, world, config, steps)
     while True:
         step()
@@ -117,9 +117,9 @@ def lm_plain(args, world, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
     options = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
-    parts, _ = lm_texts(args)
+    files, _ = lm_texts(args)
     tokens = args.global_batch_size * args.seq_length
-    for micro_batches, _ in lm_loader(args, tokenizer, 0, 1, None, parts):
+    for micro_batches, _ in lm_loader(args, tokenizer, 0, 1, None, files):
         optimizer.zero_grad()
         for batch in micro_batches:
             # As FSDP computes: with parameters in the lower precision, whose gradients add up in fp32.
