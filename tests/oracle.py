@@ -1,0 +1,133 @@
+"""transformers' own trainers, on models that transformers shards itself: the same training by another's code.
+
+    torchrun --nproc_per_node 2 tests/oracle.py TASK --output-dir FOLDER    # FOLDER/metrics.jsonl has what it logs
+
+TASK is a file: {"model": a folder, "samples": those of all steps in order, "batch_size": of all processes in a step,
+"micro_batch_size": of one process, "rates": the learning rate of each step, "log_every": steps}. The samples of a T5
+are padded; those of a causal model have their targets as labels, as lm_multinode.py makes them.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.distributed import DistributedConfig
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+from plain import adamw
+
+import common
+
+# What is a unit: transformers has no such plan for T5.
+T5ForConditionalGeneration._fsdp_plan = {f"{part}.block.*": "free_full_weight" for part in ("encoder", "decoder")}
+
+
+def with_shifted(samples):
+    """transformers would shift the labels by one."""
+    batch = default_data_collator(samples)
+    return batch | {"shift_labels": batch["labels"]}
+
+
+def t5_loss(outputs, labels, num_items_in_batch):
+    """The mean over the target tokens of a step. T5's own is that of a micro-batch, and the trainer would give each
+    the same weight."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+class Metrics(TrainerCallback):
+    """Writes what the trainer logs, under the names of the scripts."""
+
+    def __init__(self, path, tokens):
+        self.path = path
+        self.tokens = tokens  # of each step
+        self.first = 0
+        self.start = time.perf_counter()
+
+    def on_log(self, args, state, control, logs, **_):
+        if state.is_world_process_zero and "loss" in logs:
+            seconds = time.perf_counter() - self.start
+            record = {"step": state.global_step, "loss": logs["loss"], "grad_norm": logs["grad_norm"]}
+            record["tokens/s"] = sum(self.tokens[self.first : state.global_step]) / seconds
+            record["peak_gib"] = common.peak_gib(torch.device("cpu"))
+            with open(self.path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        self.first = state.global_step
+        self.start = time.perf_counter()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", type=Path)
+    parser.add_argument("--output-dir", type=Path)
+    options = parser.parse_args()
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    task = json.loads(options.task.read_text())
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    samples = task["samples"]
+    batch_size = task["batch_size"]
+    lengths = [len(sample["input_ids"]) for sample in samples]
+
+    distributed = {"distributed_config": DistributedConfig(fsdp_size=size), "dtype": torch.float32}
+    if AutoConfig.from_pretrained(task["model"]).is_encoder_decoder:
+        trainer_class, arguments_class = Seq2SeqTrainer, Seq2SeqTrainingArguments
+        model = T5ForConditionalGeneration.from_pretrained(task["model"], **distributed)
+        tokenizer = AutoTokenizer.from_pretrained(task["model"])
+        collator = DataCollatorForSeq2Seq(
+            tokenizer, model
+        )  # makes the decoder's input, as the trainer takes the labels away
+        differing = {"data_collator": collator, "compute_loss_func": t5_loss}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        lengths = [length + len(sample["labels"]) for length, sample in zip(lengths, samples, strict=True)]
+    else:
+        trainer_class, arguments_class = Trainer, TrainingArguments
+        model = AutoModelForCausalLM.from_pretrained(task["model"], **distributed)
+        differing = {"data_collator": with_shifted}
+        optimizer = adamw(model, 0.1)
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0
+    rates = [*task["rates"], 0.0]  # one more is asked for after the last step
+    tokens = [sum(lengths[first : first + batch_size]) for first in range(0, len(samples), batch_size)]
+    arguments = arguments_class(
+        options.output_dir,
+        use_cpu=True,
+        per_device_train_batch_size=task["micro_batch_size"],
+        gradient_accumulation_steps=batch_size // (task["micro_batch_size"] * size),
+        max_steps=len(tokens),
+        max_grad_norm=1.0,
+        train_sampling_strategy="sequential",
+        logging_steps=task["log_every"],
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer_class(
+        model,
+        arguments,
+        train_dataset=samples,
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)),
+        callbacks=[Metrics(options.output_dir / "metrics.jsonl", tokens)],
+        **differing,
+    ).train()
+
+
+if __name__ == "__main__":
+    main()
