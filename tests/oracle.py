@@ -32,16 +32,14 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-from plain import adamw
-
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import common
 
 # What is a unit: transformers has no such plan for T5.
 T5ForConditionalGeneration._fsdp_plan = {f"{part}.block.*": "free_full_weight" for part in ("encoder", "decoder")}
 
 
-def with_shifted(samples):
+def with_shifted_labels(samples):
     """transformers would shift the labels by one."""
     batch = default_data_collator(samples)
     return batch | {"shift_labels": batch["labels"]}
@@ -83,34 +81,31 @@ def main():
     task = json.loads(options.task.read_text())
     size = int(os.environ.get("WORLD_SIZE", 1))
     samples = task["samples"]
-    batch_size = task["batch_size"]
     lengths = [len(sample["input_ids"]) for sample in samples]
 
-    distributed = {"distributed_config": DistributedConfig(fsdp_size=size), "dtype": torch.float32}
+    loading = {"distributed_config": DistributedConfig(fsdp_size=size), "dtype": torch.float32}
     if AutoConfig.from_pretrained(task["model"]).is_encoder_decoder:
         trainer_class, arguments_class = Seq2SeqTrainer, Seq2SeqTrainingArguments
-        model = T5ForConditionalGeneration.from_pretrained(task["model"], **distributed)
-        tokenizer = AutoTokenizer.from_pretrained(task["model"])
-        collator = DataCollatorForSeq2Seq(
-            tokenizer, model
-        )  # makes the decoder's input, as the trainer takes the labels away
-        differing = {"data_collator": collator, "compute_loss_func": t5_loss}
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        model = T5ForConditionalGeneration.from_pretrained(task["model"], **loading)
+        # With the model it makes the decoder's input, too: from the labels, which the trainer takes away.
+        collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(task["model"]), model)
+        how = {"data_collator": collator, "compute_loss_func": t5_loss}
+        adamw = {}
         lengths = [length + len(sample["labels"]) for length, sample in zip(lengths, samples, strict=True)]
     else:
         trainer_class, arguments_class = Trainer, TrainingArguments
-        model = AutoModelForCausalLM.from_pretrained(task["model"], **distributed)
-        differing = {"data_collator": with_shifted}
-        optimizer = adamw(model, 0.1)
-    for group in optimizer.param_groups:
-        group["lr"] = 1.0
+        model = AutoModelForCausalLM.from_pretrained(task["model"], **loading)
+        how = {"data_collator": with_shifted_labels}
+        adamw = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True, **adamw)
     rates = [*task["rates"], 0.0]  # one more is asked for after the last step
-    tokens = [sum(lengths[first : first + batch_size]) for first in range(0, len(samples), batch_size)]
+    of_step = task["batch_size"]
+    tokens = [sum(lengths[first : first + of_step]) for first in range(0, len(samples), of_step)]
     arguments = arguments_class(
         options.output_dir,
         use_cpu=True,
         per_device_train_batch_size=task["micro_batch_size"],
-        gradient_accumulation_steps=batch_size // (task["micro_batch_size"] * size),
+        gradient_accumulation_steps=of_step // (task["micro_batch_size"] * size),
         max_steps=len(tokens),
         max_grad_norm=1.0,
         train_sampling_strategy="sequential",
@@ -119,14 +114,15 @@ def main():
         report_to="none",
         disable_tqdm=True,
     )
-    trainer_class(
+    trainer = trainer_class(
         model,
         arguments,
         train_dataset=samples,
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)),
         callbacks=[Metrics(options.output_dir / "metrics.jsonl", tokens)],
-        **differing,
-    ).train()
+        **how,
+    )
+    trainer.train()
 
 
 if __name__ == "__main__":

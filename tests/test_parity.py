@@ -32,10 +32,11 @@ from plain import (
     adamw,
     cross_entropy,
     lm_batches,
+    lm_samples,
     t5_batches,
     t5_loss,
+    t5_ordered,
     t5_samples,
-    t5_steps,
     train_and_validate,
     train_plainly,
 )
@@ -296,20 +297,6 @@ def test_the_lm_in_bf16_is_close_and_auto_is_fp32_on_a_cpu(train, plain_lm, tmp_
 EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2}  # two cannot divide three
 
 
-def lm_samples(model, texts):
-    """The sequences of all steps, in order."""
-    args = parse("lm_multinode.py", *LM, "--dataset", texts)
-    steps = itertools.islice(lm_batches(args, AutoTokenizer.from_pretrained(model)), STEPS)
-    rows = itertools.product(steps, range(GLOBAL_BATCH))
-    return [{name: array[row].tolist() for name, array in step.items()} for step, row in rows]
-
-
-def t5_samples_of_steps(model, csv):
-    samples = t5_samples(t5_articles(csv)[0], AutoTokenizer.from_pretrained(model), *LENGTHS)
-    steps = t5_steps([len(sample["input_ids"]) for sample in samples], GLOBAL_BATCH)[:STEPS]
-    return [samples[number] for number in itertools.chain.from_iterable(steps)]
-
-
 @two_and_long(1)
 @pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("experts", "T5"))])
 def test_transformers_own_trainer_learns_the_same(
@@ -319,11 +306,14 @@ def test_transformers_own_trainer_learns_the_same(
     script, model = "lm_multinode.py", tiny_llama
     if kind == "T5":
         script, model = "t5_fsdp.py", tiny_model
-        samples = t5_samples_of_steps(model, articles_csv)
+    elif kind == "experts":
+        model = make_llama(tmp_path / "experts", MixtralConfig, **EXPERTS)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if kind == "T5":
+        steps = t5_ordered(t5_samples(t5_articles(articles_csv)[0], tokenizer, *LENGTHS), GLOBAL_BATCH)
+        samples = list(itertools.chain.from_iterable(steps[:STEPS]))
     else:
-        if kind == "experts":
-            model = make_llama(tmp_path / "experts", MixtralConfig, **EXPERTS)
-        samples = lm_samples(model, texts)
+        samples = lm_samples(parse(script, *LM, "--dataset", texts), tokenizer, STEPS)
     train(script, {"ours": ("--model", model)}, processes)
 
     task = {"model": str(model), "samples": samples, "batch_size": GLOBAL_BATCH, "micro_batch_size": 3, "log_every": 1}
