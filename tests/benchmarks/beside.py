@@ -2,16 +2,15 @@
 
     python tests/benchmarks/beside.py
 
-All train in fp32 with the same samples in a step, but for the last loop. They take turns, each turn in processes of its
-own; the table has the medians over the turns, of steps that follow as many to warm up. Padding does not count as
-tokens. Texts have lengths as in C4, articles as in WikiHow.
+All train in fp32, on as many samples in a step. They take turns, each in processes of its own; the table has medians
+over the turns, of the steps that follow as many to warm up. Padding does not count as tokens. Texts have lengths as in
+C4, articles as in WikiHow. On a machine that does other work set OMP_WAIT_POLICY=passive.
 
-    Trainer, Seq2SeqTrainer  transformers' own, on a model that transformers shards (tests/oracle.py); the LM's texts
-                             are packed before
-    no FSDP                  one process on all cores, with the loader, the micro-batches and the AdamW of the script
-    tutorial                 that of lm_multinode.py's page: each text padded or cut to the sequence length by four
-                             workers, the whole model in one unit of FSDP1, AdamW without fusion, `.item()` in every
-                             micro-batch. Its accumulation is put right (docs/from-the-documents.md): faster so
+    Trainer, Seq2SeqTrainer   transformers' own, on a model that it shards (tests/oracle.py), with the script's samples
+    Trainer without FSDP      the same in one process, on all cores
+    tutorial                  the loop of lm_multinode.py's page: each text padded or cut by four workers, the model one
+                              unit of FSDP1, AdamW without fusion, `.item()` in every micro-batch. Its accumulation is
+                              put right (docs/from-the-documents.md), which makes it faster
 """
 
 import argparse
@@ -29,7 +28,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.data import DataLoader
 
@@ -41,27 +39,12 @@ from lm_loader import write_texts
 from plain import lm_samples, t5_ordered, t5_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 
-from inside import lm_loader, lm_texts, parse, peak_gib, set_up, t5_articles
+from inside import parse, peak_gib, set_up, t5_articles
 
 
-def no_fsdp(args, world, tokenizer):
-    """Makes steps, and yields the tokens of each, as `tutorial` does."""
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
-    options = {"betas": (0.9, 0.95), "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True, **options)
-    tokens = args.global_batch_size * args.seq_length
-    for micro_batches, _ in lm_loader(args, tokenizer, 0, 1, None, lm_texts(args)[0]):
-        optimizer.zero_grad()
-        for batch in micro_batches:
-            logits = model(batch["input_ids"], use_cache=False).logits
-            loss_sum = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-            (loss_sum / tokens).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        yield tokens
-
-
-def tutorial(args, world, tokenizer):
+def tutorial(args, world):
+    """Makes steps, and yields the tokens of each."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
     model = FSDP(model, use_orig_params=True, device_id=world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -90,22 +73,19 @@ def tutorial(args, world, tokenizer):
         yield tokens
 
 
-LOOPS = {"no FSDP": no_fsdp, "tutorial": tutorial}
-
-
-def make_steps(options, flags: list) -> None:
-    """One process of such a loop. Rank 0 writes what the second half of the steps took, as the scripts do."""
+def run_tutorial(options, flags: list) -> None:
+    """One of its processes. Rank 0 writes what the second half of the steps took, as the scripts do."""
     args = parse("lm_multinode.py", *flags)
     args.output_dir.mkdir(exist_ok=True)
     world = set_up(args)
-    steps = LOOPS[options.loop](args, world, AutoTokenizer.from_pretrained(args.model))
+    steps = tutorial(args, world)
     for _ in range(2):
         start = time.perf_counter()
         tokens = sum(itertools.islice(steps, options.steps))
         record = {"tokens/s": tokens / (time.perf_counter() - start), "peak_gib": peak_gib(world.device)}
     if world.rank == 0:
         (args.output_dir / "metrics.jsonl").write_text(json.dumps(record))
-    os._exit(0)  # not a tidy end: the models would be freed after the process group, which aborts
+    os._exit(0)  # not a tidy end: the model would be freed after the process group, which aborts
 
 
 def trainer_loop(path: Path, model: Path, samples: list, micro_batch_size: int, options) -> list:
@@ -125,8 +105,8 @@ def lm_loops(folder: Path, options) -> dict[str, list]:
     args = parse("lm_multinode.py", *flags)
     samples = lm_samples(args, AutoTokenizer.from_pretrained(model), args.max_steps)
     loops = {"lm_multinode.py": [shared.ROOT / "lm_multinode.py", *flags]}
-    loops["Trainer"] = trainer_loop(folder / "lm.json", model, samples, 2, options)
-    return loops | {name: [__file__, *sys.argv[1:], "--loop", name, *flags] for name in LOOPS}
+    loops["Trainer"] = loops["Trainer without FSDP"] = trainer_loop(folder / "lm.json", model, samples, 2, options)
+    return loops | {"tutorial": [__file__, *sys.argv[1:], "--tutorial", *flags]}
 
 
 def t5_loops(folder: Path, options) -> dict[str, list]:
@@ -144,9 +124,10 @@ def rows(loops: dict[str, list], folder: Path, options):
     """Let the loops take turns."""
     found = {name: [] for name in loops}
     for turn, name in itertools.product(range(options.turns), loops):
-        processes = 1 if name == "no FSDP" else 2
+        processes = 1 if "without" in name else 2
         output = folder / f"{name} {turn}"
-        command = [*shared.torchrun(processes), *loops[name], "--output-dir", output]
+        start = shared.torchrun(processes) if processes > 1 else [sys.executable]  # by torchrun it would be DDP
+        command = [*start, *loops[name], "--output-dir", output]
         environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() // processes)}
         finished = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
         if finished.returncode:
@@ -162,10 +143,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3, help="of each loop")
     parser.add_argument("--steps", type=int, default=4, help="to warm up, and as many that count")
-    parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)  # for the processes
+    parser.add_argument("--tutorial", action="store_true", help=argparse.SUPPRESS)  # for its processes
     options, flags = parser.parse_known_args()
-    if options.loop:
-        make_steps(options, flags)
+    if options.tutorial:
+        run_tutorial(options, flags)
     options.flags = ["--device", "cpu", "--precision", "fp32", "--lr", 1e-4, "--no-save-model"]
     options.flags += ["--max-steps", 2 * options.steps, "--log-every", options.steps]
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()},", end=" ")
