@@ -24,7 +24,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 import torch
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, LlamaConfig, T5Config, T5ForConditionalGeneration
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
@@ -260,13 +260,13 @@ def make_model(folder, dropout=0.0, **changes):
     return folder
 
 
-def make_llama(folder, **changes):
-    """Write a tiny Llama with random weights and a tokenizer."""
+def make_llama(folder, kind=LlamaConfig, **changes):
+    """Write a tiny Llama, or a model of another kind, with random weights and a tokenizer."""
     make_tokenizer(folder)
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | changes
-    config = LlamaConfig(vocab_size=1024, initializer_range=0.2, eos_token_id=1, **shape)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    config = kind(vocab_size=1024, initializer_range=0.2, eos_token_id=1, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 

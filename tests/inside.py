@@ -27,8 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from transformers import DataCollatorForSeq2Seq
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
 import lm_multinode
@@ -46,6 +44,7 @@ MODULES = {
 # ---- common.py -------------------------------------------------------------------------------------------------------
 UserError = common.UserError
 builtin_article = common.builtin_article
+peak_gib = common.peak_gib
 train_tokenizer = common.train_tokenizer
 
 
@@ -288,19 +287,6 @@ def lm_trainer(args, world, config, steps):
     """The model, and a function that makes the next of `steps`: micro-batches of this rank, and positions."""
     model, optimizer = lm_multinode.build(args, world, *full_and_meta(lm_multinode, args, world, config))
     return model, lambda: lm_multinode.train_step(args, world, model, optimizer, next(steps)[0])
-
-
-def t5_batches(args, world):
-    """The config, and this rank's batches, epoch after epoch."""
-    config, tokenizer, articles, *_ = t5_fsdp.load_data(args, None)
-    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
-    return config, t5_fsdp.steps_on_device(args, world, articles, collate, 0)
-
-
-def t5_trainer(args, world, config, batches):
-    """A function that makes a step."""
-    trained = t5_fsdp.build(args, world, *full_and_meta(t5_fsdp, args, world, config))
-    return lambda: t5_fsdp.train_step(args, world, *trained, next(batches))
 
 
 # ---- Changes ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Training without FSDP, in one process: what the scripts must compute on any number of them."""
 
 import functools
+import itertools
 import random
 
 import torch
@@ -61,6 +62,13 @@ def lm_batches(args, tokenizer, **script):
         yield {name: np.concatenate([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
 
 
+def lm_samples(args, tokenizer, count):
+    """The sequences of the first steps, in order, as lists of numbers."""
+    steps = itertools.islice(lm_batches(args, tokenizer), count)
+    rows = itertools.product(steps, range(args.global_batch_size))
+    return [{name: array[row].tolist() for name, array in step.items()} for step, row in rows]
+
+
 def t5_loss(model, batch):
     return model(**batch).loss
 
@@ -83,8 +91,12 @@ def t5_steps(lengths, batch_size, epoch=0, seed=1):
     return steps
 
 
+def t5_ordered(samples, batch_size, seed=1):
+    """The samples of each step of the first epoch."""
+    steps = t5_steps([len(sample["input_ids"]) for sample in samples], batch_size, seed=seed)
+    return [[samples[number] for number in step] for step in steps]
+
+
 def t5_batches(samples, tokenizer, batch_size, seed=1):
     """Of each step of the first epoch, padded; `model(**batch).loss` is the mean over its target tokens."""
-    collate = DataCollatorForSeq2Seq(tokenizer)
-    steps = t5_steps([len(sample["input_ids"]) for sample in samples], batch_size, seed=seed)
-    return [collate([samples[number] for number in step]) for step in steps]
+    return list(map(DataCollatorForSeq2Seq(tokenizer), t5_ordered(samples, batch_size, seed)))

@@ -1,4 +1,5 @@
-"""FSDP changes where a model lives and not what it learns: every script against a loop without FSDP in one process.
+"""FSDP changes where a model lives and not what it learns: every script against a loop without FSDP in one process, T5
+and the LM also against transformers' own trainers, on models that transformers shards.
 
 Losses, gradient norms and validation losses agree to 1e-5, after several steps of Adam to 1e-4: on two processes by
 default, in the long tests on one, three and four. All are compared with the same loop, and so with each other.
@@ -14,10 +15,33 @@ import torch.nn.functional as F
 from torch.utils.data import DistributedSampler
 
 import pytest
-from conftest import AFTER_ADAM, CLOSE, CURVES, SAVE_ON_CPU, VERSIONS, check_curves, curve, near, records, run_many
-from plain import adamw, cross_entropy, lm_batches, t5_batches, t5_loss, t5_samples, train_and_validate, train_plainly
+from conftest import (
+    AFTER_ADAM,
+    CLOSE,
+    CURVES,
+    SAVE_ON_CPU,
+    VERSIONS,
+    check_curves,
+    curve,
+    make_llama,
+    near,
+    records,
+    run_many,
+)
+from plain import (
+    adamw,
+    cross_entropy,
+    lm_batches,
+    lm_samples,
+    t5_batches,
+    t5_loss,
+    t5_ordered,
+    t5_samples,
+    train_and_validate,
+    train_plainly,
+)
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5ForConditionalGeneration
 
 from inside import (
     LM_STRATEGIES,
@@ -267,6 +291,38 @@ def test_the_lm_in_bf16_is_close_and_auto_is_fp32_on_a_cpu(train, plain_lm, tmp_
     train("lm_multinode.py", {name: ("--precision", name) for name in ("auto", "bf16")}, 2)
     check_curves(tmp_path / "auto", plain_lm())
     check_low_precision(tmp_path / "bf16", plain_lm()[0])
+
+
+# ---- transformers' own trainers --------------------------------------------------------------------------------------
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2}  # two cannot divide three
+
+
+@two_and_long(1)
+@pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("experts", "T5"))])
+def test_transformers_own_trainer_learns_the_same(
+    train, kind, processes, tiny_llama, texts, tiny_model, articles_csv, tmp_path
+):
+    """On a model that transformers shards, from the same samples, in other micro-batches."""
+    script, model = "lm_multinode.py", tiny_llama
+    if kind == "T5":
+        script, model = "t5_fsdp.py", tiny_model
+    elif kind == "experts":
+        model = make_llama(tmp_path / "experts", MixtralConfig, **EXPERTS)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if kind == "T5":
+        steps = t5_ordered(t5_samples(t5_articles(articles_csv)[0], tokenizer, *LENGTHS), GLOBAL_BATCH)
+        samples = list(itertools.chain.from_iterable(steps[:STEPS]))
+    else:
+        samples = lm_samples(parse(script, *LM, "--dataset", texts), tokenizer, STEPS)
+    train(script, {"ours": ("--model", model)}, processes)
+
+    task = {"model": str(model), "samples": samples, "batch_size": GLOBAL_BATCH, "micro_batch_size": 3, "log_every": 1}
+    task["rates"] = curve(tmp_path / "ours", "lr")
+    (tmp_path / "task.json").write_text(json.dumps(task))
+    settings = {tmp_path / "theirs": [tmp_path / "task.json"]}
+    run_many("tests/oracle.py", settings, processes if processes > 1 else None, CUDA_VISIBLE_DEVICES="")
+    for name in ("loss", "grad_norm"):
+        assert curve(tmp_path / "ours", name) == pytest.approx(curve(tmp_path / "theirs", name), **CLOSE), name
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import shared
 import will_it_fit
 from lm_loader import write_texts
-from throughput import write_articles
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from inside import lm_peak_tflops
@@ -63,7 +62,7 @@ def prepare_t5(folder: Path, options) -> list:
     batch = 2 if options.tiny else 16
     steps = 2 * options.steps
     shape = "tiny" if options.tiny else "t5-base"
-    write_articles(folder, int(1.2 * batch * steps) + 50, shape, mean=2500, sigma=0.05)  # all are cut
+    shared.write_articles(folder, int(1.2 * batch * steps) + 50, shape, mean=2500, sigma=0.05)  # all are cut
     flags = ["--model", folder, "--batch-size", batch, "--max-source-length", SOURCE, "--max-target-length", TARGET]
     return [*flags, "--dataset", folder / "articles.csv", "--num-train-samples", 0, "--no-run-validation"]
 

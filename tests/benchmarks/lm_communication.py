@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
@@ -120,7 +119,7 @@ def rows(measured: list[list], model: Path) -> list[dict]:
 
 
 def main(folder: Path, options) -> None:
-    model = shared.write_llama(folder, list(topics.values()), layers=2)
+    model = shared.write_llama(folder, layers=2)
     with two_nodes() as nodes:
         finished = nodes.torchrun(Path(__file__), *sys.argv[1:], "--model", model, timeout=3600)
     if any(one.returncode for one in finished):

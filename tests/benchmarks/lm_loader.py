@@ -2,7 +2,7 @@
 
     python tests/benchmarks/lm_loader.py
 
-The texts are paragraphs of Python's reference in random order, with lengths as in C4, in gzipped files of C4's format;
+The texts are excerpts of Python's reference, with lengths as in C4, in gzipped files of C4's format;
 the tokenizer is trained on them. A step has 16 micro-batches, each from a stream of its own with eight files: one
 process has all 16 streams, and one of eight has two. Many micro-batches are read, so that each stream packs several
 blocks of texts. The worker needs a core of its own, and so does the process that trains. What a GPU needs is at 50%
@@ -11,11 +11,11 @@ MFU, by the formula of the script.
 
 import argparse
 import gzip
+import itertools
 import json
 import math
 import os
 import platform
-import random
 import tempfile
 import time
 from pathlib import Path
@@ -40,16 +40,14 @@ from inside import (
 
 def write_texts(folder: Path, texts: int) -> None:
     """A tokenizer, and 128 files of so many texts, with 480 tokens on average, half of them below 260."""
-    paragraphs = [part for topic in topics.values() for part in topic.split("\n\n")]
-    tokenizer = train_tokenizer(paragraphs, 32_000, append_eos=False)
+    tokenizer = train_tokenizer(topics.values(), 32_000, append_eos=False)
     tokenizer.save_pretrained(folder)
-    tokens_each = len(tokenizer(" ".join(paragraphs))["input_ids"]) / len(paragraphs)
-    choose = random.Random(0)
+    sample = " ".join(topics.values())
+    mean = 480 * len(sample.split()) / len(tokenizer(sample, verbose=False)["input_ids"])
+    made_up = shared.made_up_texts(128 * texts, mean, sigma=1.1)
     for shard in range(128):
         with gzip.open(folder / f"c4-train.{shard:05d}.json.gz", "wt") as file:
-            for _ in range(texts):
-                count = round(choose.lognormvariate(-0.6, 1.1) * 480 / tokens_each)
-                text = " ".join(choose.choices(paragraphs, k=max(1, count)))
+            for text in itertools.islice(made_up, texts):
                 file.write(json.dumps({"text": text, "timestamp": "", "url": ""}) + "\n")
 
 

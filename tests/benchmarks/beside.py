@@ -1,0 +1,161 @@
+"""The scripts beside what else trains the same model on the same cores: speed, and the memory of a process.
+
+    python tests/benchmarks/beside.py
+
+All train in fp32, on as many samples in a step. They take turns, each in processes of its own; the table has medians
+over the turns, of the steps that follow as many to warm up. Padding does not count as tokens. Texts have lengths as in
+C4, articles as in WikiHow. On a machine that does other work set OMP_WAIT_POLICY=passive.
+
+    Trainer, Seq2SeqTrainer   transformers' own, on a model that it shards (tests/oracle.py), with the script's samples
+    Trainer without FSDP      the same in one process, on all cores
+    tutorial                  the loop of lm_multinode.py's page: each text padded or cut by four workers, the model one
+                              unit of FSDP1, AdamW without fusion, `.item()` in every micro-batch. Its accumulation is
+                              put right (docs/from-the-documents.md), which makes it faster
+"""
+
+import argparse
+import contextlib
+import gzip
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.utils.data import DataLoader
+
+import datasets
+import shared
+import transformers
+from datasets.distributed import split_dataset_by_node
+from lm_loader import write_texts
+from plain import lm_samples, t5_ordered, t5_samples
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
+
+from inside import parse, peak_gib, set_up, t5_articles
+
+
+def tutorial(args, world):
+    """Makes steps, and yields the tokens of each."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
+    model = FSDP(model, use_orig_params=True, device_id=world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    tokenizer.pad_token = tokenizer.eos_token
+
+    def tokenize(rows: dict) -> dict:
+        return tokenizer(rows["text"], truncation=True, max_length=args.seq_length, padding="max_length")
+
+    files = [gzip.decompress(path.read_bytes()) for path in sorted(Path(args.model).parent.glob("*.gz"))]
+    texts = [json.loads(line)["text"] for file in files for line in file.splitlines()]
+    cut = tokenizer(texts[:2000], truncation=True, max_length=args.seq_length)["input_ids"]
+    tokens = args.global_batch_size * statistics.mean(map(len, cut))  # without pads
+    rows = datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset(num_shards=8)
+    rows = split_dataset_by_node(rows.map(tokenize, batched=True, remove_columns=["text"]), world.rank, world.size)
+    collate = DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False)
+    batches = iter(DataLoader(rows, collate_fn=collate, batch_size=args.micro_batch_size, num_workers=4))
+    micro_batches = args.global_batch_size // (args.micro_batch_size * world.size)
+    while True:
+        for number in range(1, micro_batches + 1):
+            with model.no_sync() if number < micro_batches else contextlib.nullcontext():
+                loss = model(**next(batches)).loss / micro_batches
+                loss.backward()
+            loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield tokens
+
+
+def run_tutorial(options, flags: list) -> None:
+    """One of its processes. Rank 0 writes what the second half of the steps took, as the scripts do."""
+    args = parse("lm_multinode.py", *flags)
+    args.output_dir.mkdir(exist_ok=True)
+    world = set_up(args)
+    steps = tutorial(args, world)
+    for _ in range(2):
+        start = time.perf_counter()
+        tokens = sum(itertools.islice(steps, options.steps))
+        record = {"tokens/s": tokens / (time.perf_counter() - start), "peak_gib": peak_gib(world.device)}
+    if world.rank == 0:
+        (args.output_dir / "metrics.jsonl").write_text(json.dumps(record))
+    os._exit(0)  # not a tidy end: the model would be freed after the process group, which aborts
+
+
+def trainer_loop(path: Path, model: Path, samples: list, micro_batch_size: int, options) -> list:
+    """transformers' trainer, with the samples of a script."""
+    task = {"model": str(model), "samples": samples, "batch_size": 8, "micro_batch_size": micro_batch_size}
+    task |= {"rates": [1e-4] * 2 * options.steps, "log_every": options.steps}
+    path.write_text(json.dumps(task))
+    return [shared.ROOT / "tests" / "oracle.py", path]
+
+
+def lm_loops(folder: Path, options) -> dict[str, list]:
+    """What makes the steps of each loop, but for what starts the processes."""
+    write_texts(folder, texts=20)
+    model = shared.write_llama(folder / "llama", layers=4)
+    flags = [*options.flags, "--model", model, "--dataset", f"{folder}/*.json.gz", "--validate-every", 0]
+    flags += ["--seq-length", 512, "--micro-batch-size", 2, "--global-batch-size", 8]
+    args = parse("lm_multinode.py", *flags)
+    samples = lm_samples(args, AutoTokenizer.from_pretrained(model), args.max_steps)
+    loops = {"lm_multinode.py": [shared.ROOT / "lm_multinode.py", *flags]}
+    loops["Trainer"] = loops["Trainer without FSDP"] = trainer_loop(folder / "lm.json", model, samples, 2, options)
+    return loops | {"tutorial": [__file__, *sys.argv[1:], "--tutorial", *flags]}
+
+
+def t5_loops(folder: Path, options) -> dict[str, list]:
+    shared.write_articles(folder, 20 * options.steps + 20, "t5-small")
+    flags = [*options.flags, "--model", folder, "--dataset", folder / "articles.csv", "--num-train-samples", 0]
+    flags += ["--max-source-length", 256, "--max-target-length", 64, "--batch-size", 4, "--no-run-validation"]
+    articles, _ = t5_articles(folder / "articles.csv")
+    ordered = t5_ordered(t5_samples(articles, AutoTokenizer.from_pretrained(folder), 256, 64), 8)
+    samples = list(itertools.chain.from_iterable(ordered[: 2 * options.steps]))
+    loops = {"t5_fsdp.py": [shared.ROOT / "t5_fsdp.py", *flags]}
+    return loops | {"Seq2SeqTrainer": trainer_loop(folder / "t5.json", folder, samples, 4, options)}
+
+
+def rows(loops: dict[str, list], folder: Path, options):
+    """Let the loops take turns."""
+    found = {name: [] for name in loops}
+    for turn, name in itertools.product(range(options.turns), loops):
+        processes = 1 if "without" in name else 2
+        output = folder / f"{name} {turn}"
+        start = shared.torchrun(processes) if processes > 1 else [sys.executable]  # by torchrun it would be DDP
+        command = [*start, *loops[name], "--output-dir", output]
+        environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() // processes)}
+        finished = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
+        if finished.returncode:
+            sys.exit(f"{name}\n{finished.stderr[-5000:]}")
+        found[name].append([record for record in shared.read_metrics(output) if "tokens/s" in record][-1])
+    for name, records in found.items():
+        speeds = [record["tokens/s"] for record in records]
+        row = {"loop": name, "tokens/s": statistics.median(speeds), "of each turn": " ".join(map(shared.cell, speeds))}
+        yield row | {"peak GiB of a process": statistics.median(record["peak_gib"] for record in records)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=3, help="of each loop")
+    parser.add_argument("--steps", type=int, default=4, help="to warm up, and as many that count")
+    parser.add_argument("--tutorial", action="store_true", help=argparse.SUPPRESS)  # for its processes
+    options, flags = parser.parse_known_args()
+    if options.tutorial:
+        run_tutorial(options, flags)
+    options.flags = ["--device", "cpu", "--precision", "fp32", "--lr", 1e-4, "--no-save-model"]
+    options.flags += ["--max-steps", 2 * options.steps, "--log-every", options.steps]
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()},", end=" ")
+    print(f"{os.cpu_count()} cores, two processes, fp32")
+    for loops_of in (lm_loops, t5_loops):
+        with tempfile.TemporaryDirectory() as scratch:
+            print()
+            shared.print_table(rows(loops_of(Path(scratch), options), Path(scratch), options))
+
+
+if __name__ == "__main__":
+    main()

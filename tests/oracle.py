@@ -1,0 +1,129 @@
+"""transformers' own trainers, on models that transformers shards itself: the same training by another's code.
+
+    torchrun --nproc_per_node 2 tests/oracle.py TASK --output-dir FOLDER    # FOLDER/metrics.jsonl has what it logs
+
+TASK is a file: {"model": a folder, "samples": those of all steps in order, "batch_size": of all processes in a step,
+"micro_batch_size": of one process, "rates": the learning rate of each step, "log_every": steps}. The samples of a T5
+are padded; those of a causal model have their targets as labels, as lm_multinode.py makes them.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.distributed import DistributedConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import common
+
+# What is a unit: transformers has no such plan for T5.
+T5ForConditionalGeneration._fsdp_plan = {f"{part}.block.*": "free_full_weight" for part in ("encoder", "decoder")}
+
+
+def with_shifted_labels(samples):
+    """transformers would shift the labels by one."""
+    batch = default_data_collator(samples)
+    return batch | {"shift_labels": batch["labels"]}
+
+
+def t5_loss(outputs, labels, num_items_in_batch):
+    """The mean over the target tokens of a step. T5's own is that of a micro-batch, and the trainer would give each
+    the same weight."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+class Metrics(TrainerCallback):
+    """Writes what the trainer logs, under the names of the scripts."""
+
+    def __init__(self, path, tokens):
+        self.path = path
+        self.tokens = tokens  # of each step
+        self.first = 0
+        self.start = time.perf_counter()
+
+    def on_log(self, args, state, control, logs, **_):
+        if state.is_world_process_zero and "loss" in logs:
+            seconds = time.perf_counter() - self.start
+            record = {"step": state.global_step, "loss": logs["loss"], "grad_norm": logs["grad_norm"]}
+            record["tokens/s"] = sum(self.tokens[self.first : state.global_step]) / seconds
+            record["peak_gib"] = common.peak_gib(torch.device("cpu"))
+            with open(self.path, "a") as file:
+                file.write(json.dumps(record) + "\n")
+        self.first = state.global_step
+        self.start = time.perf_counter()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", type=Path)
+    parser.add_argument("--output-dir", type=Path)
+    options = parser.parse_args()
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    task = json.loads(options.task.read_text())
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    samples = task["samples"]
+    lengths = [len(sample["input_ids"]) for sample in samples]
+
+    loading = {"distributed_config": DistributedConfig(fsdp_size=size), "dtype": torch.float32}
+    if AutoConfig.from_pretrained(task["model"]).is_encoder_decoder:
+        trainer_class, arguments_class = Seq2SeqTrainer, Seq2SeqTrainingArguments
+        model = T5ForConditionalGeneration.from_pretrained(task["model"], **loading)
+        # With the model it makes the decoder's input, too: from the labels, which the trainer takes away.
+        collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(task["model"]), model)
+        how = {"data_collator": collator, "compute_loss_func": t5_loss}
+        adamw = {}
+        lengths = [length + len(sample["labels"]) for length, sample in zip(lengths, samples, strict=True)]
+    else:
+        trainer_class, arguments_class = Trainer, TrainingArguments
+        model = AutoModelForCausalLM.from_pretrained(task["model"], **loading)
+        how = {"data_collator": with_shifted_labels}
+        adamw = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True, **adamw)
+    rates = [*task["rates"], 0.0]  # one more is asked for after the last step
+    of_step = task["batch_size"]
+    tokens = [sum(lengths[first : first + of_step]) for first in range(0, len(samples), of_step)]
+    arguments = arguments_class(
+        options.output_dir,
+        use_cpu=True,
+        per_device_train_batch_size=task["micro_batch_size"],
+        gradient_accumulation_steps=of_step // (task["micro_batch_size"] * size),
+        max_steps=len(tokens),
+        max_grad_norm=1.0,
+        train_sampling_strategy="sequential",
+        logging_steps=task["log_every"],
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = trainer_class(
+        model,
+        arguments,
+        train_dataset=samples,
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)),
+        callbacks=[Metrics(options.output_dir / "metrics.jsonl", tokens)],
+        **how,
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
