@@ -47,7 +47,7 @@ def test_the_table_of_strategies_takes_what_the_tool_finds_the_fastest(model):
         activations = costs["FULL_SHARD"]["peak"] - state / size
 
         for name, gbits in machines:
-            usable = 0.9 * GPUS[name].memory_gb * 2**30
+            usable = 0.9 * GPUS[name].memory_gib * 2**30
             rows = []
             for strategy, cost in costs.items():
                 row = {"strategy": strategy, "fits": cost["peak"] <= usable}

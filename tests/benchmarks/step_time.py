@@ -15,10 +15,10 @@ from memory_tracker import local
 
 
 class Gpu(NamedTuple):
-    """From its data sheet."""
+    """From its data sheet; but its memory is what PyTorch finds there, which is less than its name says."""
 
     name: str
-    memory_gb: int
+    memory_gib: float
     bf16_tflops: float  # of dense matrix products
     fp32_tflops: float  # the same as PyTorch computes them in fp32 after `set_float32_matmul_precision("high")`
     memory_gbytes: float  # GB/s
@@ -26,14 +26,16 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "A100-40": Gpu("NVIDIA A100 40GB", 40, 312, 156, 1555, 300),
-    "A100-80": Gpu("NVIDIA A100 80GB", 80, 312, 156, 2039, 300),
-    "H100": Gpu("NVIDIA H100", 80, 989, 495, 3350, 450),
-    "H200": Gpu("NVIDIA H200", 141, 989, 495, 4800, 450),
-    "B200": Gpu("NVIDIA B200", 180, 2250, 1100, 8000, 900),
-    "L40S": Gpu("NVIDIA L40S", 48, 362, 183, 864, 32),  # PCIe 4
-    "RTX4090": Gpu("NVIDIA RTX 4090", 24, 165, 83, 1008, 32),  # PCIe 4
-    "MI300X": Gpu("AMD MI300X", 192, 1307, 163, 5300, 448),  # PyTorch uses no TF32 there by default
+    "L4": Gpu("NVIDIA L4", 22, 121, 60, 300, 32),
+    "A10G": Gpu("NVIDIA A10G", 22, 70, 35, 600, 32),
+    "RTX4090": Gpu("NVIDIA RTX 4090", 23.6, 165, 83, 1008, 32),  # PCIe 4
+    "A100-40": Gpu("NVIDIA A100 40GB", 39.4, 312, 156, 1555, 300),
+    "L40S": Gpu("NVIDIA L40S", 44.4, 362, 183, 864, 32),
+    "A100-80": Gpu("NVIDIA A100 80GB", 79.1, 312, 156, 2039, 300),
+    "H100": Gpu("NVIDIA H100", 79.1, 989, 495, 3350, 450),
+    "H200": Gpu("NVIDIA H200", 139.8, 989, 495, 4800, 450),
+    "B200": Gpu("NVIDIA B200", 178.3, 2250, 1100, 8000, 900),
+    "MI300X": Gpu("AMD MI300X", 191.7, 1307, 163, 5300, 448),  # PyTorch uses no TF32 there by default
 }
 
 # What kernels reach of a data sheet's figures. Fitted to two rows of one H100, see docs/results.md.
@@ -123,7 +125,6 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self.gpu = gpu
         self.count = 0
-        self.flops = 0
         self.forward_flops = 0
         self.product_seconds = 0.0  # of matrix products and attention
         self.memory_seconds = 0.0  # of all other kernels
@@ -167,7 +168,6 @@ class Kernels(TorchDispatchMode):
             self.memory_seconds += memory_seconds
             return
         flops = flop_registry[function.overloadpacket](*arguments, **options, out_val=result)
-        self.flops += flops
         if torch._C._current_graph_task_id() == -1:  # not in backward, which also recomputes
             self.forward_flops += flops
         self.product_seconds += max(flops / self.rate(name, read[0].dtype), memory_seconds)
@@ -176,7 +176,5 @@ class Kernels(TorchDispatchMode):
         """FLOP/s that a matrix product or a fused attention reaches."""
         is_attention = "attention" in name
         if dtype == torch.float32:
-            share = FP32_ATTENTION_SHARE if is_attention else PRODUCTS_SHARE
-            return share * self.gpu.fp32_tflops * 1e12
-        share = ATTENTION_SHARE if is_attention else PRODUCTS_SHARE
-        return share * self.gpu.bf16_tflops * 1e12
+            return (FP32_ATTENTION_SHARE if is_attention else PRODUCTS_SHARE) * self.gpu.fp32_tflops * 1e12
+        return (ATTENTION_SHARE if is_attention else PRODUCTS_SHARE) * self.gpu.bf16_tflops * 1e12

@@ -1,29 +1,17 @@
 """Will it fit, how long does a step take, and which strategy? What one process of a run holds at its peak, sends and
-computes, before a GPU is rented.
+computes, before a GPU is rented. docs/will-it-fit.md reads the answers, and says how far to trust them.
 
-    python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 8 --batch-size 4
+    python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --gpu A100-40
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 64 \\
         --sharding-strategy HYBRID_SHARD --sweep micro-batch-size=1,2,4,8
-    python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --device-gb 24
-    python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 16 \\
-        --sweep sharding-strategy --gpu A100-80 --network-gbits 100 400
-    python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-base --num-processes 4 --plot memory.png \\
-        --sweep sharding-strategy=FULL_SHARD,SHARD_GRAD_OP --device-gb 16
-    python tests/benchmarks/will_it_fit.py --table              # that of docs/will-it-fit.md, in a quarter of an hour
+    python tests/benchmarks/will_it_fit.py lm_multinode.py --model 7b --seq-length 1024 --num-processes 16 \\
+        --activation-checkpointing --sweep sharding-strategy --network-gbits 100 400 --plot memory.png
 
-The flags are those of the run. The script's own parse_args, build and train_step make a step on tensors without
+The other flags are those of the run. The script's own parse_args, build and train_step make a step on tensors without
 memory, in one process of a group that only pretends: no GPU, no weights, no data, also for a copy that you have
 edited. Batches have the full lengths of the flags. `--model` is t5-small, t5-base, t5-large, t5-3b, t5-11b, a size of
-the LM's `MODELS`, a name on the Hub, or a folder, which needs no more than a config.json. A Llama of `MODELS` has
-`--vocabulary` tokens. `--precision auto` is bf16. `--device` is ignored, and `--compile` is not traced.
-
-Attention is PyTorch's flash or memory-efficient kernel for GPUs, and dropout keeps the mask of one byte that GPUs keep;
-with `--attention cpu` both are those of CPUs. With `--cpu-offload`, what is in the CPU's memory is left out.
-
-What is sent is counted from the collectives of the step, with ring algorithms: a process sends (n-1)/n of what n
-processes gather or reduce-scatter, twice that of an all-reduce, to the next one of the ring; a ring leaves each node
-once. GiB between nodes is the mean of a node's processes. docs/will-it-fit.md says what is not counted, and how far to
-trust the answers.
+the LM's `MODELS`, a name on the Hub, or a folder, which needs no more than a config.json. `--precision auto` is bf16.
+`--device` is ignored, and `--compile` is not traced.
 """
 
 import argparse
@@ -34,7 +22,6 @@ import io
 import itertools
 import math
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -69,10 +56,6 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
-def plural(count: int, noun: str, ending: str = "s") -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
-
-
 def load_script(path: str):
     """A script as a module, with the `common.py` beside it."""
     path = Path(path) if Path(path).exists() else ROOT / path
@@ -105,7 +88,7 @@ def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
         with contextlib.redirect_stdout(io.StringIO()):
             articles, _ = script.common.load_articles(args.model, "text", "headline", args.max_summary_share)
     script.common.load_tokenizer = lambda _: None  # the folder need not have one
-    return script.load_config_and_tokenizer(args, articles)[0]
+    return script.load_config_and_tokenizer(args, None, articles)[0]
 
 
 def make_meta_model(script, world, config):
@@ -145,7 +128,8 @@ ROUNDS = {"gather": 1, "reduce_scatter": 1, "broadcast": 1, "alltoall": 1, "all_
 
 
 class Sending(TorchDispatchMode):
-    """Counts the bytes that a process sends in collectives, `inside` a node and `between` nodes, as a node's mean."""
+    """Counts the bytes that a process sends in collectives to the next one of a ring, which leaves each node once:
+    `inside` a node, and `between` nodes, as a node's mean."""
 
     def __init__(self, per_node: int) -> None:
         super().__init__()
@@ -187,7 +171,6 @@ class Run:
             fail("FSDP1 is not traced; leave --fsdp-version out")
         if self.args.precision == "auto":
             self.args.precision = "bf16"
-        self.would_compile = getattr(self.args, "compile", False)
         self.args.compile = False
         self.is_lm = hasattr(self.args, "micro_batch_size")
         self.global_batch_size = self.args.global_batch_size if self.is_lm else 0
@@ -212,17 +195,6 @@ class Run:
             self.optimizer.zero_grad()
         self.step()  # the first one allocates what the others use again
 
-    def print_what_is_left_out(self) -> None:
-        """Of a language model validation takes less than a step: its batches are as large, without gradients."""
-        if not self.is_lm:
-            print("counted with fused attention, as T5 has it since transformers 5.20; not yet measured on a GPU")
-            if self.args.run_validation:
-                print(f"not counted: validation, which generates with --test-batch-size {self.args.test_batch_size}")
-        if self.would_compile:
-            print("traced without --compile, whose kernels are fewer and take less time and memory")
-        if self.args.cpu_offload:
-            print("not counted: the time of --cpu-offload, of its copies and of the optimizer on the CPU")
-
     def longest_batch(self):
         """What train_step gets: as long as the flags allow."""
         args = self.args
@@ -231,30 +203,26 @@ class Run:
             args.global_batch_size = self.global_batch_size or math.ceil(16 / smallest) * smallest  # as its main
             if args.global_batch_size % smallest != 0:
                 fail(f"--global-batch-size must be a multiple of {smallest}")
-            self.sample, self.lengths = "sequence", f"of {args.seq_length} tokens"
             count = args.global_batch_size // smallest
-            self.describe(count, args.micro_batch_size, args.seq_length)
+            self.describe(count, args.micro_batch_size, args.seq_length, f"sequences of {args.seq_length} tokens")
             tokens = torch.ones(count, args.micro_batch_size, args.seq_length, dtype=torch.long)
             positions = tokens.cumsum(2) - 1  # of a recipe
             parts = zip(tokens, tokens.clone(), positions, strict=True)
             return [{"input_ids": ids, "labels": labels, "positions": part} for ids, labels, part in parts]
 
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
-        self.sample, self.lengths = "article", f"of {source} tokens and summaries of {target}"
-        self.describe(args.accumulation_steps, args.batch_size, source + target)
+        articles = f"articles of {source} tokens and summaries of {target}"
+        self.describe(args.accumulation_steps, args.batch_size, source + target, articles)
         samples = args.batch_size * args.accumulation_steps
         words = torch.ones(samples, source, dtype=torch.long)
         labels = torch.ones(samples, target, dtype=torch.long)
         return {"input_ids": words, "attention_mask": words.clone(), "labels": labels}
 
-    def describe(self, micro_batches: int, batch_size: int, sample_tokens: int) -> None:
+    def describe(self, micro_batches: int, batch_size: int, sample_tokens: int, samples: str) -> None:
         """What a step is made of, for the answers."""
         global_batch = micro_batches * batch_size * self.size
         self.step_tokens = global_batch * sample_tokens  # of all processes
-        self.batch = (
-            f"{plural(micro_batches, 'micro-batch', 'es')} of {plural(batch_size, self.sample)} {self.lengths}:"
-            f" global batch {global_batch} on {plural(self.size, 'process', 'es')}"
-        )
+        self.batch = f"{self.size} processes x {micro_batches} x {batch_size} {samples}"
 
     def step(self, at=(), modes=()) -> Tracker:
         """One training step. `at`: the operations after which to tell kinds apart. `modes`: what else looks on."""
@@ -292,21 +260,17 @@ class Run:
         """With the bytes of each kind after every operation."""
         return self.step(at=range(sys.maxsize))
 
-    def row(self) -> dict:
-        """The GiB of each kind at the peak, and where that is."""
+    def cost(self, gpu: Gpu = GPUS["H100"]) -> dict:
+        """The bytes that a process holds at its peak, of which kind and where; those that it sends in a step; and the
+        kernels that its GPU runs."""
         totals = self.step().totals
         peak = totals.index(max(totals))
-        tracker = self.step({peak})
-        gb = {f"{kind}, GiB": tracker.kinds[peak][kind] / GIB for kind in KINDS}
-        return gb | {"sum, GiB": sum(gb.values()), "at": f"{tracker.phases[peak]}, {tracker.operations[peak]}"}
-
-    def cost(self, gpu: Gpu = GPUS["H100"]) -> dict:
-        """The bytes that a process holds at its peak and sends in a step, and the kernels that its GPU runs."""
         sending = Sending(self.world.local_size)
         kernels = Kernels(gpu)
-        tracker = self.step(modes=(sending, kernels))
-        found = {"inside": sending.inside, "between": sending.between, "kernels": kernels, "flops": kernels.flops}
-        return found | {"peak": max(tracker.totals)}
+        tracker = self.step({peak}, (sending, kernels))
+        found = {"peak": totals[peak], "kinds": tracker.kinds[peak]}
+        found["at"] = f"{tracker.phases[peak]}, {tracker.operations[peak]}"
+        return found | {"inside": sending.inside, "between": sending.between, "kernels": kernels}
 
     def set_batch(self, size: int) -> None:
         """So many samples at once, in a step of one micro-batch."""
@@ -317,8 +281,8 @@ class Run:
             self.args.batch_size = size
             self.args.accumulation_steps = 1
 
-    def largest_batches(self, device_gbs) -> list[int]:
-        """For each of these GPUs, with a tenth of its memory to spare; 0 if not even one sample fits.
+    def largest_batch(self, usable: float) -> int:
+        """That these bytes have room for; 0 if not even one sample fits. It becomes that of this run.
 
         After each operation memory is a constant and something for each sample, so two steps say all.
         """
@@ -329,13 +293,9 @@ class Run:
         each = (four - two) / 2
         constant = two - 2 * each
         grows = each > 0
-        found = []
-        for device_gb in device_gbs:
-            usable = USABLE * device_gb * GIB
-            largest = ((usable - constant[grows]) / each[grows]).min().item()
-            fits = largest >= 1 and constant.max().item() <= usable
-            found.append(math.floor(largest) if fits else 0)
-        return found
+        if constant.max() > usable:
+            return 0
+        return max(0, math.floor(((usable - constant[grows]) / each[grows]).min()))
 
 
 @contextlib.contextmanager
@@ -351,8 +311,8 @@ def traced(path: str, flags, options):
 # ---- What is printed and drawn ---------------------------------------------------------------------------------------
 
 
-def draw(options, steps: dict[str, Tracker]) -> None:
-    """Into the file of --plot: a panel for each step, with the memory of each kind after every operation."""
+def draw(file: str, gib: float, steps: dict[str, Tracker]) -> None:
+    """A panel for each step, with the memory of each kind after every operation."""
     import matplotlib.pyplot as plt
 
     size = (max(8, 4 * len(steps) + 1), 4)  # inches
@@ -360,69 +320,100 @@ def draw(options, steps: dict[str, Tracker]) -> None:
     for panel, (title, tracker) in zip(panels[0], steps.items(), strict=True):
         kinds = tracker.kinds.values()
         panel.stackplot(range(len(kinds)), [[one[kind] / GIB for one in kinds] for kind in KINDS], labels=KINDS)
-        if options.device_gb:
-            panel.axhline(options.device_gb, color="black", linestyle="--", label=f"a GPU of {options.device_gb:g} GB")
+        panel.axhline(gib, color="black", linestyle="--", label=f"a GPU of {gib:g} GiB")
         starts = [n for n, pair in enumerate(itertools.pairwise(tracker.phases), 1) if pair[0] != pair[1]]
         panel.set_xticks([0, *starts], [tracker.phases[n] for n in (0, *starts)], rotation=90)
         panel.margins(x=0)
         panel.set_title(title)
     panels[0, 0].set_ylabel("GiB of one process")
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.savefig(options.plot, dpi=150)
-    print(f"drawn in {options.plot}: memory after each operation of a step")
+    figure.savefig(file, dpi=150)
+    print(f"drawn in {file}: memory after each operation of a step")
 
 
-def sweep(options, flags: list[str], steps: dict[str, Tracker]):
-    """Yield a row for each value of a flag. `steps` gets what is to be drawn."""
-    name, _, values = options.sweep.partition("=")
-    for value in values.split(","):
-        with traced(options.script, [*flags, f"--{name}", value], options) as run:
-            yield {name: value} | run.row() | {"a step": run.batch}
-            if options.plot:
-                steps[value] = run.over_a_step()
-    run.print_what_is_left_out()
-
-
-def compare(options, flags: list[str], steps: dict[str, Tracker]) -> None:
-    """A row for each strategy: what a process holds and sends. Then for each network the time of a step."""
+def answer(options, flags: list[str]) -> None:
+    """Whether it fits. Then what a process holds, and for each network the time of a step: a row for each value of
+    --sweep."""
     gpu = GPUS[options.gpu]
-    device_gb = options.device_gb or gpu.memory_gb
+    gib = options.device_gib or gpu.memory_gib
+    usable = USABLE * gib * GIB
+    name, _, values = options.sweep.partition("=")
+    if name == "sharding-strategy" and not values:
+        values = ",".join(load_script(options.script).RESHARD)
+    if name and not values:
+        fail(f"--sweep {name} needs values: {name}=1,2")
     rows = []
-    tables = {gbits: [] for gbits in options.network_gbits}
-    for strategy in tqdm(load_script(options.script).RESHARD, "trace", leave=False, disable=None):
-        with traced(options.script, [*flags, "--sharding-strategy", strategy], options) as run:
+    peaks = {}  # of each value
+    times = {gbits: [] for gbits in options.network_gbits}
+    steps = {}
+    for value in tqdm(values.split(","), "trace", leave=False, disable=None):
+        label = {name: value} if name else {}
+        more = [f"--{name}", value] if name else []
+        with traced(options.script, [*flags, *more], options) as run:
             cost = run.cost(gpu)
-            kernels = cost["kernels"]
-            replicas, shards = run.script.mesh_shape(run.args, run.world) if run.is_lm else (1, run.size)
-            if options.plot:
-                steps[strategy] = run.over_a_step()
-            fits = cost["peak"] <= USABLE * device_gb * GIB
-            row = {"strategy": strategy, "mesh": f"{replicas} x {shards}", "peak, GiB": cost["peak"] / GIB}
-            row[f"fits {device_gb:g} GB with a tenth to spare"] = "yes" if fits else "no"
-            row |= {"sent inside a node, GiB": cost["inside"] / GIB, "between nodes, GiB": cost["between"] / GIB}
-            row["TFLOP"] = cost["flops"] / 1e12
+            peaks[value] = cost["peak"]
+            fits = cost["peak"] <= usable
             if run.size <= options.per_node:
-                tables = {None: tables.get(None, [])}  # one node has no network
-            for gbits, found in tables.items():
-                found.append({"strategy": strategy, "fits": fits} | bounds(run, cost, gpu, gbits))
-
-            batch = run.batch  # which largest_batches changes
-            [row["largest micro-batch"]] = run.largest_batches([device_gb])
+                times = {None: times.get(None, [])}  # one node has no network
+            for gbits, found in times.items():
+                found.append(label | {"fits": fits} | bounds(run, cost, gpu, gbits))
+            if options.plot:
+                steps[value or Path(options.script).name] = run.over_a_step()
+            row = label | {f"{kind}, GiB": size / GIB for kind, size in cost["kinds"].items()}
+            row |= {"sum, GiB": cost["peak"] / GIB, "at": cost["at"], "fits": "yes" if fits else "no"}
+            row |= {"sent inside a node, GiB": cost["inside"] / GIB, "between nodes, GiB": cost["between"] / GIB}
+            row["a step"] = run.batch
+            settings = vars(run.args).copy()  # largest_batch changes them
+            row["largest micro-batch"] = run.largest_batch(usable)
             rows.append(row)
 
+    fitting = [value for value, peak in peaks.items() if peak <= usable]
+    verdict = f"a process needs {min(peaks.values()) / GIB:.2f} GiB, and may fill {usable / GIB:.1f} of {gib:g}"
+    if fitting:
+        print(f"yes{f', with --{name} ' if name else ''}{' or '.join(fitting)}: {verdict}")
+    else:
+        print(f"no: {verdict}; it fits with {find_cure(options, flags, settings, usable)}")
     print_table(rows)
-    for gbits, found in tables.items():
+    for gbits, found in times.items():
         nodes = "one node" if gbits is None else f"{run.size // options.per_node} nodes with {gbits:g} Gbit/s each"
-        print(f"\na step on {nodes}, with the {gpu.name}'s {gpu.link_gbytes} GB/s between the GPUs of a node:")
+        print(f"\na step on {nodes}, on the {gpu.name} with {gpu.link_gbytes} GB/s to the others of its node:")
         print_table(mark_the_fastest(found))
-
-    print(f"\ncounted for one process: a step of {batch}; for the largest micro-batch a step of only one")
-    print("<-: of what fits, the least upper bound of the time")
-    run.print_what_is_left_out()
+    kernels = cost["kernels"]
+    print(
+        f"\ncomputing: {kernels.product_seconds:.3g} s of matrix products and attention,"
+        f" {kernels.memory_seconds:.3g} s of memory traffic, in {kernels.count:,} kernels"
+    )
     if kernels.host_may_be_the_limit:
-        print(f"computing: the host must start {kernels.count:,} kernels in that time; it may be the limit")
-    if not tables:
-        print("for the time of a step, name the network of a node: --network-gbits 100")
+        print("the host, which starts the kernels, may be the limit: a larger batch, or --compile")
+    print("not counted: validation, --compile, and the time of --cpu-offload")
+    if options.plot:
+        draw(options.plot, gib, steps)
+
+
+# What makes a run fit, where the script has the flag.
+CURES = {
+    "activation_checkpointing": True,
+    "micro_batch_size": 1,
+    "batch_size": 1,
+    "gradient_sync": "every",
+    "sharding_strategy": "FULL_SHARD",
+    "cpu_offload": True,
+}
+
+
+def find_cure(options, flags: list[str], settings: dict, usable: float) -> str:
+    """The flags of CURES, one after the other until the run fits."""
+    added = []
+    for name, value in CURES.items():
+        if settings.get(name, value) == value:
+            continue
+        added.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            added.append(str(value))
+        with traced(options.script, [*flags, *added], options) as run:
+            if run.peak() <= usable:
+                return " ".join(added)
+    return "more GPUs, or larger ones"
 
 
 def bounds(run: Run, cost: dict, gpu: Gpu, gbits: float | None) -> dict:
@@ -446,121 +437,33 @@ def bounds(run: Run, cost: dict, gpu: Gpu, gbits: float | None) -> dict:
 
 
 def mark_the_fastest(rows: list[dict]) -> list[dict]:
-    """Of those that fit, by the most that a step takes."""
+    """Of several those that fit, by the most that a token takes."""
     candidates = [row for row in rows if row.pop("fits")]
-    if candidates:
-        fastest = min(candidates, key=lambda row: row["most, s"])
+    if candidates and len(rows) > 1:
+        fastest = min(candidates, key=lambda row: row["most, s"] / (row["least, s"] * row["tokens/s, at most"]))
         fastest["what takes the time"] += " <-"
     return rows
-
-
-MODELS = {  # of the page's table: script and flags
-    "t5-base": ("t5_fsdp.py", "--model", "google-t5/t5-base"),
-    "t5-3b": ("t5_fsdp.py", "--model", "google-t5/t5-3b"),
-    "t5-11b": ("t5_fsdp.py", "--model", "google-t5/t5-11b"),
-    "150m": ("lm_multinode.py", "--model", "150m", "--seq-length", 1024),
-    "1b": ("lm_multinode.py", "--model", "1b", "--seq-length", 1024),
-    "7b": ("lm_multinode.py", "--model", "7b", "--seq-length", 1024),
-}
-NUM_GPUS = (1, 4, 8, 64)
-DEVICE_GB = (24, 40, 80)
-
-
-def table(options, models=tuple(MODELS), gpus=NUM_GPUS):
-    """Yield the page's rows: the largest batch of a process without and with recomputing, FULL_SHARD, bf16."""
-    for model, count in itertools.product(models, gpus):
-        cells = {f"{device_gb} GB": [] for device_gb in DEVICE_GB}
-        for switch in ((), ("--activation-checkpointing",)):
-            script, *flags = MODELS[model]
-            with traced(script, [*flags, *switch, "--num-processes", count], options) as run:
-                largest = run.largest_batches(DEVICE_GB)
-            for name, size in zip(cells, largest, strict=True):
-                cells[name].append(str(size or "-"))
-        yield {"model": model, "GPUs": count} | {name: " / ".join(sizes) for name, sizes in cells.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("script", nargs="?", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
-    parser.add_argument("--sweep", help="flag=value,value: a row for each; sharding-strategy: what each sends, too")
-    parser.add_argument("--gpu", default="H100", choices=GPUS, help="whose time, memory and link to its neighbours")
-    parser.add_argument("--device-gb", type=float, help="find the largest micro-batch, one in a step; --plot: a line")
-    parser.add_argument(
-        "--plot", help="draw the memory over a step into this file, a panel for each row; needs matplotlib"
-    )
-    parser.add_argument("--network-gbits", type=float, nargs="+", default=[], help="Gbit/s of a node's link")
-    parser.add_argument("--attention", default="gpu", choices=("gpu", "cpu"), help="whose kernel")
-    parser.add_argument("--vocabulary", type=int, default=32_000, help="of a Llama in MODELS")
-    parser.add_argument("--processes-per-node", dest="per_node", type=int, default=8)
-    parser.add_argument("--table", action="store_true", help="print that of docs/will-it-fit.md")
-    options, more = parser.parse_known_args()
+    add = parser.add_argument
+    add("script", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
+    add("--gpu", default="H100", choices=GPUS, help="whose memory, speed and link to its neighbours")
+    add("--device-gib", type=float, help="GiB of another GPU's memory, as PyTorch sees it")
+    add("--sweep", default="", help="flag=value,value: a row for each; sharding-strategy alone: all of them")
+    add("--network-gbits", type=float, nargs="+", default=[100], help="Gbit/s of a node's link; a table for each")
+    add("--processes-per-node", dest="per_node", type=int, default=8, help="GPUs of a node")
+    add("--vocabulary", type=int, default=32_000, help="tokens of the tokenizer, for a model of the LM's MODELS")
+    add("--attention", default="gpu", choices=("gpu", "cpu"), help="whose kernels; with them goes dropout's mask")
+    add("--plot", help="draw the memory over a step into this file, a panel for each row; needs matplotlib")
+    options, flags = parser.parse_known_args()
     transformers.logging.set_verbosity_error()
-    if options.table:
-        print_table(table(options))
-        return
-    if not options.script:
-        parser.error("name a script, or --table")
     if options.plot and not importlib.util.find_spec("matplotlib"):
         parser.error("--plot needs matplotlib: pip install matplotlib")
-    if options.network_gbits and options.sweep != "sharding-strategy":
-        parser.error("--network-gbits needs --sweep sharding-strategy")
-
-    steps = {}
-    if options.sweep == "sharding-strategy":
-        compare(options, more, steps)
-    elif options.sweep:
-        print_table(sweep(options, more, steps))
-    elif options.device_gb and not options.plot:
-        print_largest_batch(options, more)
-    else:
-        print_answer(options, more, steps)
-    if options.plot:
-        draw(options, steps)
-
-
-def print_largest_batch(options, flags: list[str]) -> None:
-    if "--global-batch-size" in flags:
-        fail("--device-gb looks for steps of one micro-batch: leave out --global-batch-size")
-    with traced(options.script, flags, options) as run:
-        [largest] = run.largest_batches([options.device_gb])
-    run.print_what_is_left_out()
-    print(
-        f"largest batch of a process in a step of one micro-batch on {plural(run.size, 'process', 'es')}, in"
-        f" {run.sample}s {run.lengths}, with a tenth of {options.device_gb:g} GB kept to spare: {largest}"
-    )
-
-
-def print_answer(options, flags: list[str], steps: dict[str, Tracker]) -> None:
-    """What a process holds, sends and computes in a step, and the GPUs that it fits."""
-    began = time.perf_counter()
-    with traced(options.script, flags, options) as run:
-        row = run.row()
-        cost = run.cost(GPUS[options.gpu])
-        if options.plot:
-            steps[Path(options.script).name] = run.over_a_step()
-    peak_gib = row["sum, GiB"]
-    print_table([row])
-    print(f"traced in {time.perf_counter() - began:.0f} s")
-    print(f"counted: a step of {run.batch}")
-    run.print_what_is_left_out()
-    print(
-        f"a process sends {cost['inside'] / GIB:.3f} GiB inside a node and {cost['between'] / GIB:.3f} GiB between"
-        f" nodes, and computes {cost['flops'] / 1e12:.2f} TFLOP"
-    )
-    if options.attention == "gpu":
-        kernels = cost["kernels"]
-        print(
-            f"a step takes {kernels.seconds:.3g} s of one {kernels.gpu.name}: {kernels.product_seconds:.3g} s of matrix"
-            f" products and attention, {kernels.memory_seconds:.3g} s of memory traffic, {kernels.count:,} kernels,"
-            " which the host must start in that time",
-            end="",
-        )
-        print("; the host may be the limit: a larger batch, or --compile" if kernels.host_may_be_the_limit else "")
-    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192) if peak_gib < USABLE * size]
-    fits = f"fits GPUs of {sizes[0]} GB or more" if sizes else "fits no GPU of up to 192 GB"
-    print(f"peak {peak_gib:.2f} GiB a process; with a tenth of the memory kept to spare it {fits}")
+    answer(options, flags)
 
 
 if __name__ == "__main__":
