@@ -24,7 +24,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 import torch
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, T5Config
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
@@ -127,30 +127,21 @@ def end_group(running):
 
 
 @contextlib.contextmanager
-def hub(folder=None):
-    """A server with the files of one model; without a folder, of one that is gated. Gives the variables of a process
-    that asks it, and the list of what it is asked for."""
+def hub(folder):
+    """A server with the files of one model. Gives the variables of a process that asks it, and the list of what it is
+    asked for."""
     asked = []
-    code, error = (404, "EntryNotFound") if folder else (401, "GatedRepo")
 
-    class Hub(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    class Hub(http.server.SimpleHTTPRequestHandler):
+        def translate_path(self, path):
+            asked.append(f"{self.command} {path}")
+            return str(folder / path.partition("?")[0].rpartition("/resolve/main/")[2])
 
-        def do_HEAD(self):
-            asked.append(f"{self.command} {self.path}")
-            name = self.path.partition("?")[0].rpartition("/resolve/main/")[2]
-            content = (folder / name).read_bytes() if folder and (folder / name).is_file() else b""
-            self.send_response(200 if content else code)
-            if not content:
-                self.send_header("X-Error-Code", error)
+        def end_headers(self):
+            self.send_header("X-Error-Code", "EntryNotFound")  # read where the code is 404
             self.send_header("X-Repo-Commit", "0" * 40)
-            self.send_header("ETag", hashlib.sha1(content).hexdigest())
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        do_GET = do_HEAD
+            self.send_header("ETag", hashlib.sha1(self.path.encode()).hexdigest())
+            super().end_headers()
 
         def log_message(self, *_):
             pass
@@ -247,15 +238,15 @@ def make_tokenizer(folder):
     train_tokenizer(texts, 1000, append_eos=True).save_pretrained(folder)
 
 
-def make_model(folder, dropout=0.0, **changes):
+def make_model(folder, config_class=T5Config, is_tied=True, **changes):
     """Write a tiny T5 with random weights and a tokenizer, as `from_pretrained` reads them."""
     make_tokenizer(folder)
     torch.manual_seed(0)
-    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": dropout} | changes
-    config = T5Config(vocab_size=1024, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, **shape)
-    model = T5ForConditionalGeneration(config)
-    if not changes.get("tie_word_embeddings", True):  # FLAN-T5: transformers goes by the weights
-        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": 0.0}
+    shape |= {"vocab_size": 1024, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0} | changes
+    model = AutoModelForSeq2SeqLM.from_config(config_class(**shape))
+    if not is_tied:  # transformers goes by the weights
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) / 8)
     model.save_pretrained(folder)
     return folder
 
@@ -277,4 +268,4 @@ def tiny_llama(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"), dropout=0.0)
+    return make_model(tmp_path_factory.mktemp("model"))

@@ -70,28 +70,6 @@ common.run(main, args)
 """
 
 
-# Prints how many sockets rank 1 has.
-SOCKETS = """
-import argparse, contextlib, os
-import common
-
-def main(args, world):
-    common.first_on_node(world, lambda: None)
-    if world.rank == 1:  # the least of several looks: some are opened and closed at once
-        print("sockets", min(count_sockets() for _ in range(50)), flush=True)
-    common.dist.barrier()
-
-def count_sockets():
-    count = 0
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            count += "socket" in os.readlink(f"/proc/self/fd/{number}")
-    return count
-
-common.run(main, argparse.Namespace(device="cpu", num_processes=0))
-"""
-
-
 def world_of(rank=0, size=1):
     return common.World(rank, rank, size, size, torch.device("cpu"))
 
@@ -167,9 +145,6 @@ def t5_loss(model, batch):
     return t5_fsdp.summed_loss(model, batch) / (batch["labels"] != -100).sum()
 
 
-CROSS_ENTROPIES = {"t5_fsdp.py": t5_fsdp.CrossEntropy, "lm_multinode.py": lm_multinode.CrossEntropy}
-
-
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
 LM_STRATEGIES = tuple(lm_multinode.RESHARD)
 LM_MODELS = tuple(lm_multinode.MODELS)
@@ -239,9 +214,6 @@ def lm_loader(args, tokenizer, rank, size, positions, files, script=lm_multinode
     """As `lm_steps`, as tensors, through the loader and its worker process."""
     return script.steps_on_device(args, world_of(rank, size), files, tokenizer, positions)
 
-
-# What a user may edit in a copy, before and after.
-LM_WIDER = ("intermediate_size=352,", "intermediate_size=35200,")
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
 PEAK_TFLOPS = lm_multinode.PEAK_TFLOPS
@@ -317,18 +289,6 @@ def no_dropout(script):
     torch.nn.Dropout.forward = lambda self, x: x
 
 
-def show_test_batches(script):
-    """MNIST's, without dropout."""
-    evaluate = script.evaluate
-
-    def show_and_evaluate(world, model, loader):
-        os.write(1, f"test batches of {loader.batch_size}\n".encode())  # at once: lines of two processes do not mix
-        return evaluate(world, model, loader)
-
-    script.evaluate = show_and_evaluate
-    no_dropout(script)
-
-
 def compute_in_fp32(script):
     """Without TF32; and without dropout, for which a CPU draws other numbers."""
     torch.set_float32_matmul_precision = lambda precision: None
@@ -352,20 +312,6 @@ def interrupt_twice(script, step):
     """Two times Ctrl-C in a step."""
     signal_in_step(script, 0, step, "SIGINT")
     signal_in_step(script, 0, step, "SIGINT")
-
-
-def stop_without_reader(script, step):
-    """As a Ctrl-C in a terminal that ends `| tee log` before this process."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    register_optimizer_step_post_hook(lambda *_: os.dup2(writer, 1))
-    signal_in_step(script, 0, step, "SIGINT")
-
-
-def stop_beside_workers(script, rank, step):
-    """A rank gets SIGTERM while worker processes make T5's next batches, as they do for a GPU."""
-    make_workers(script)
-    signal_in_step(script, rank, step, "SIGTERM")
 
 
 def make_workers(script, **changes):
@@ -394,10 +340,6 @@ def read_for_ever(script, steps):
         time.sleep(400)
 
     script.Sequences.__iter__ = iterate_and_wait
-
-
-def spawn_workers(script):
-    script.common.WORKERS["multiprocessing_context"] = "spawn"
 
 
 def in_own_session(script):
@@ -441,18 +383,6 @@ def take_next_port(script):
         script.taken = socket.create_server(("", int(os.environ["MASTER_PORT"]) + 1))
 
 
-def record_readers(script):
-    """Write which processes read the dataset, which may be on the Hub."""
-    load_data = script.load_data
-
-    def load_and_record(args, checkpoint):
-        with open(args.output_dir / "readers", "a") as file:
-            file.write(os.environ["RANK"])
-        return load_data(args, checkpoint)
-
-    script.load_data = load_and_record
-
-
 def kill_in_save(script, rank, number):
     """A rank dies in its save of that number, when its own shards are written and `.metadata` is not."""
     saves = itertools.count(1)
@@ -468,31 +398,20 @@ def kill_in_save(script, rank, number):
     torch.distributed.checkpoint.FileSystemWriter.write_data = write_and_die
 
 
-def full_disk_in_export(script, number):
-    """The export of that number writes the model, and has no room for the tokenizer."""
-    exports = itertools.count(1)
-    export = script.common.export
-
-    def export_and_fail(model, meta_model, tokenizer, folder, world):
-        if next(exports) == number:
-            tokenizer = mock.Mock()
-            tokenizer.save_pretrained.side_effect = OSError("No space left on device")
-        export(model, meta_model, tokenizer, folder, world)
-
-    script.common.export = export_and_fail
-
-
 def kill_in_export(script, number):
-    """When so many files have been moved into the model's folder."""
+    """Before it removes or moves the file of that number."""
     numbers = itertools.count(1)
-    replace = Path.replace
 
-    def replace_and_die(path, target):
-        replace(path, target)
-        if next(numbers) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def dying(change):
+        def change_or_die(*arguments):
+            if next(numbers) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*arguments)
 
-    Path.replace = replace_and_die
+        return change_or_die
+
+    Path.unlink = dying(Path.unlink)
+    Path.replace = dying(Path.replace)
 
 
 def infinite_loss(script, rank, number, in_training=True, only_gradient=False):
@@ -554,33 +473,6 @@ def record_model(script):
 
     script.load_model = count_and_load
     script.fully_shard = count_and_shard
-    script.validate = record_and_validate
-
-
-def record_validation(script):
-    """Write the sizes of this rank's batches in T5's last validation, and the references of the summaries it scores."""
-    validate = script.validate
-    summed_loss = script.summed_loss
-    score = script.RougeScorer.score
-    found = {}
-
-    def sized_loss(model, batch):
-        if not torch.is_grad_enabled():
-            found["batches"].append(len(batch["labels"]))
-        return summed_loss(model, batch)
-
-    def recorded_score(scorer, reference, summary):
-        found["scored"].append(reference)
-        return score(scorer, reference, summary)
-
-    def record_and_validate(args, world, *rest, **options):
-        found.update(batches=[], scored=[])
-        loss = validate(args, world, *rest, **options)
-        (args.output_dir / f"validated-{world.rank}.json").write_text(json.dumps(found))
-        return loss
-
-    script.summed_loss = sized_loss
-    script.RougeScorer.score = recorded_score
     script.validate = record_and_validate
 
 

@@ -15,7 +15,6 @@ import datasets
 import numpy as np
 import pytest
 from conftest import CACHES, curve, losses, run, run_many, write_csv, write_shards
-from plain import t5_steps
 from rouge_score import rouge_scorer
 from tokenizers.processors import TemplateProcessing
 
@@ -59,29 +58,38 @@ def whole_texts(tokenizer, tokens, texts):
     return [piece for piece in pieces[:-1] if piece in texts]
 
 
-# Files of their own for each of four streams; a few, and a single one, that they share; files of a text each.
-@pytest.mark.parametrize("shards", [[5] * 32, [40] * 4, [160], [1] * 70, [70, 70, 3, 15]])
-def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer, shards):
-    """Of all streams together, so each file weighs what it holds; shuffled, and in each pass in another order."""
-    args = lm_args(write_shards(tmp_path, shards), streams=4, seq_length=8)  # little is cut off at the end of a block
-    files, held_out = inside.lm_texts(args)
-    texts = inside.lm_train_texts(args, files)
-    assert sorted([*texts, *held_out]) == sorted(read_texts(tmp_path))
-    streams, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
-    orders = [whole_texts(tokenizer, tokens, texts) for tokens in streams]
-    args.seed = 2
-    again, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
-    assert orders != [whole_texts(tokenizer, tokens, texts) for tokens in again]
+def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer):
+    """Of all streams together, shuffled, and in each pass in another order. What is held out is decided by contents
+    alone, and never trained on, also where fewer are validated on."""
+    all_held_out = []
+    # Files of their own for each of four streams; a few, and a single one, that they share; files of a text each.
+    for number, shards in enumerate([[5] * 32, [40] * 4, [160], [1] * 70, [70, 70, 3, 15]]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        args = lm_args(write_shards(folder, shards), streams=4, seq_length=8)  # little is cut off at a block's end
+        files, held_out = inside.lm_texts(args)
+        all_held_out.append(set(held_out))
+        args.num_validation_texts = 1
+        assert len(inside.lm_texts(args)[1]) == 1
+        texts = sorted(set(read_texts(folder)) - set(held_out))
+        streams, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
+        orders = [whole_texts(tokenizer, tokens, texts) for tokens in streams]
+        args.seed = 2
+        again, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
+        assert orders != [whole_texts(tokenizer, tokens, texts) for tokens in again]
 
-    seen = []
-    for order in orders:
-        own = set(order)
-        first_pass = order[: len(own)]
-        in_order = set(itertools.pairwise(first_pass)) & set(itertools.pairwise(order[len(own) : 2 * len(own)]))
-        assert len(in_order) < 0.5 * len(own)
-        assert len(own) == pytest.approx(len(texts) / 4, abs=6)
-        seen += own
-    assert sorted(seen) == sorted(texts)
+        seen = []
+        for order in orders:
+            own = set(order)
+            first_pass = order[: len(own)]
+            in_order = set(itertools.pairwise(first_pass)) & set(itertools.pairwise(order[len(own) : 2 * len(own)]))
+            assert len(in_order) < 0.5 * len(own)
+            assert len(own) == pytest.approx(len(texts) / 4, abs=6)
+            seen += own
+        assert sorted(seen) == texts
+    first, second, third, *fewer = all_held_out
+    assert first == second == third and 3 < len(first) < 20
+    assert fewer[0] | fewer[1] <= first
 
 
 def test_kinds_of_texts_mix(tmp_path, tokenizer):
@@ -101,71 +109,36 @@ def test_kinds_of_texts_mix(tmp_path, tokenizer):
         assert counts[kind] / counts.total() == pytest.approx(count / 2720, rel=0.5, abs=0.02)
 
 
-def test_streams_are_the_same_on_any_number_of_processes(tmp_path, tokenizer):
-    """In order: rank 1 of 3 has streams 1 and 4."""
-    args = lm_args(write_shards(tmp_path, [40] * 4), streams=6)
-    files, _ = inside.lm_texts(args)
-    whole, _ = take(inside.lm_steps(args, tokenizer, files=files), 5)
-    for rank, size in ((1, 3), (0, 2), (4, 6)):
-        own, _ = take(inside.lm_steps(args, tokenizer, rank, size, files=files), 5)
-        assert np.array_equal(own, whole[rank::size])
-
-
-def test_held_out_texts_are_chosen_by_their_content(tmp_path):
-    """A twentieth, whatever files they are in: every process takes the same, and a text that comes twice is on one
-    side. None of them is trained on, also where fewer are validated on."""
-    for name, shards in {"one": [1000], "two": [300, 700]}.items():
-        (tmp_path / name).mkdir()
-        write_shards(tmp_path / name, shards)
-    args = lm_args(tmp_path / "one" / "*.json.gz")
-    files, held_out = inside.lm_texts(args)
-    texts = inside.lm_train_texts(args, files)
-    assert 20 < len(held_out) < 90
-    assert sorted([*texts, *held_out]) == sorted(read_texts(tmp_path / "one"))
-    args = lm_args(tmp_path / "*" / "*.json.gz", num_validation_texts=15)
-    files, few = inside.lm_texts(args)
-    assert set(inside.lm_train_texts(args, files)) == set(texts)
-    assert len(few) == 15 and set(few) <= set(held_out)
-
-    args = lm_args("builtin")
-    files, held_out = inside.lm_texts(args)
-    texts = inside.lm_train_texts(args, files)
-    assert len(texts) == len(set(texts)) > 500 and not set(held_out) & set(texts)
-
-
-@pytest.mark.parametrize("begins", ["", "<s>"])
-def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer, begins):
+def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
     """Read in a row, the inputs are the texts, each with the special tokens that the tokenizer puts around it and one
     </s> at its end; the targets are the same, one token later."""
-    if begins:  # as Llama's and Gemma's do
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.add_special_tokens({"bos_token": begins})
-        special = [(begins, tokenizer.bos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begins} $A", special_tokens=special)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})  # as Llama's and Gemma's do
+    special = [("<s>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=special)
     args = lm_args(write_shards(tmp_path, [300]), seq_length=8)
-    known = read_texts(tmp_path)
     [tokens], _ = take(inside.lm_steps(args, tokenizer), 30)  # not all of a block
-    assert tokens.shape == (30, 2, 2, 8)
     inputs, labels = tokens[:, 0].ravel(), tokens[:, 1].ravel()
     assert (labels[:-1] == inputs[1:]).all()
-    pieces = [piece.removeprefix(begins).strip() for piece in tokenizer.decode(inputs).split("</s>")[:-1]]
-    assert len(pieces) > 10 and set(pieces) <= set(known)
+    pieces = [piece.removeprefix("<s>").strip() for piece in tokenizer.decode(inputs).split("</s>")[:-1]]
+    assert len(pieces) > 10 and set(pieces) <= set(read_texts(tmp_path))
     expected = np.concatenate([[*tokenizer(piece)["input_ids"], tokenizer.eos_token_id] for piece in pieces])
-    assert (expected == tokenizer.bos_token_id).sum() == len(pieces) * bool(begins)
+    assert (expected == tokenizer.bos_token_id).sum() == len(pieces)
     assert inputs[: len(expected)].tolist() == expected.tolist()
     assert len(inputs) - len(expected) < 40  # a text that goes on in the next batch
 
 
-@pytest.mark.parametrize("shards", [[30] * 40, [30] * 3, [1200], "row groups"])
+@pytest.mark.parametrize("shards", [[30] * 40, [1200], "row groups"])
 def test_streams_go_on_exactly_from_any_place_on_any_number_of_processes(tmp_path, tokenizer, shards):
     """Again and again, over the ends of files and passes, inside a block of texts and over its end."""
     count = 60
+    dataset = tmp_path / "rows.parquet"
     if shards == "row groups":
         rows = datasets.Dataset.from_dict({"text": [f"{number} lorem" for number in range(600)]})
-        rows.to_parquet(tmp_path / "rows.parquet", batch_size=15)
-        args = lm_args(tmp_path / "rows.parquet", streams=4, micro_batch_size=8)
+        rows.to_parquet(dataset, batch_size=15)
     else:
-        args = lm_args(write_shards(tmp_path, shards), streams=4, micro_batch_size=8)
+        dataset = write_shards(tmp_path, shards)
+    args = lm_args(dataset, streams=4, micro_batch_size=8)
     files, _ = inside.lm_texts(args)
     assert len(files) == (40 if shards == "row groups" else len(shards))
     whole, _ = take(inside.lm_steps(args, tokenizer, files=files), count)
@@ -178,8 +151,7 @@ def test_streams_go_on_exactly_from_any_place_on_any_number_of_processes(tmp_pat
         after = [None] * 4
         for rank in range(size):
             own, places = take(inside.lm_steps(args, tokenizer, rank, size, positions, files), some)
-            for tokens, expected in zip(own, whole[rank::size], strict=True):
-                assert np.array_equal(tokens, expected[done : done + some])
+            assert np.array_equal(own, np.array(whole[rank::size])[:, done : done + some])
             after[rank::size] = places[-1]
         done += some
         positions = after
@@ -204,11 +176,9 @@ def test_all_formats_hold_the_same_texts(tmp_path, monkeypatch):
         return load_dataset_builder(path, name, data_files=data_files)
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_from_here)
-    formats = [lm_args(tmp_path / "*.json.gz"), lm_args("c4")]
-    for name in ("rows.JSONL", "rows.json", "rows.parquet"):
-        formats.append(lm_args(tmp_path / name, text_column="body"))
-    formats.append(lm_args("someone/texts:english", text_column="body"))
-    for args in formats:
+    local = [tmp_path / name for name in ("rows.JSONL", "rows.json", "rows.parquet")]
+    with_body = [lm_args(name, text_column="body") for name in (*local, "someone/texts:english")]
+    for args in (lm_args(tmp_path / "*.json.gz"), lm_args("c4"), *with_body):
         files, held_out = inside.lm_texts(args)
         assert held_out and sorted([*held_out, *inside.lm_train_texts(args, files)]) == sorted(texts)
 
@@ -235,9 +205,8 @@ def test_a_folder_means_its_files(tmp_path):
     files, held_out = inside.lm_texts(args)
     assert sorted([*inside.lm_train_texts(args, files), *held_out]) == sorted(texts)
 
-    (tmp_path / "README.md").write_text(
-        "---\nconfigs:\n- config_name: default\n  data_files: deeper/unit-test-docs.jsonl\n---\n"
-    )
+    card = "configs:\n- config_name: default\n  data_files: deeper/unit-test-docs.jsonl\n"
+    (tmp_path / "README.md").write_text(f"---\n{card}---\n")
     files, held_out = inside.lm_texts(args)
     assert sorted([*inside.lm_train_texts(args, files), *held_out]) == sorted(texts[80:120])
 
@@ -275,17 +244,6 @@ def test_a_run_goes_on_with_its_tokenizer_and_its_files(tmp_path):
     assert refused.returncode == 2 and "files" in refused.stderr
 
 
-@pytest.mark.long
-def test_workers_that_are_not_forked(tmp_path):
-    """As on macOS: what a worker calls reaches it as a pickle."""
-    with open(tmp_path / "c4.json", "w") as file:
-        file.writelines(f'{{"text": "text {number} of some words"}}\n' for number in range(2000))
-    flags = ("--seq-length", 32, "--micro-batch-size", 2, "--global-batch-size", 8, "--num-validation-texts", 50)
-    flags += ("--max-steps", 1, "--no-save-model", "--dataset", tmp_path / "c4.json", "--output-dir", tmp_path)
-    run_many("lm_multinode.py", [flags], 2, change=("spawn_workers",))
-    assert len(curve(tmp_path)) == 1
-
-
 # ---- Articles of t5_fsdp.py ------------------------------------------------------------------------------------------
 def test_wikihow_all(tmp_path):
     """A file with everything WikiHow's hold: numbered titles, quotes, newlines, commas, gaps, odd lengths."""
@@ -305,10 +263,8 @@ def test_wikihow_all(tmp_path):
     train, validation = inside.t5_articles(write_csv(tmp_path / "wikihowAll.csv", rows))
     assert len(train) + len(validation) == 121  # of 124 rows, two with a gap and one with a long summary
     assert 6 <= len(validation) <= 8  # 4 of 61 articles, of which one is a single row
-    of_train, of_validation = (
-        {re.sub(r"\s+\(\d\)$", "", text) for text in part["text"]} for part in (train, validation)
-    )
-    assert not of_train & of_validation
+    articles = [{re.sub(r"\s+\(\d\)$", "", text) for text in part["text"]} for part in (train, validation)]
+    assert not articles[0] & articles[1]
     texts = train["text"][:] + validation["text"][:]
     summaries = train["summary"][:] + validation["summary"][:]
     assert "12345" in summaries
@@ -317,29 +273,25 @@ def test_wikihow_all(tmp_path):
     assert any('"do it"' in text and "\n" in text for text in texts)
 
 
-def test_other_files_hold_the_same_articles(tmp_path):
-    """JSON lines and parquet, with other columns; a file that has changed is read again."""
-    rows = [inside.builtin_article(number) for number in range(50)]
-    renamed = [{"article": row["text"], "highlights": row["headline"], "title": row["title"]} for row in rows]
-    write_csv(tmp_path / "rows.csv", renamed)
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in renamed))
-    datasets.Dataset.from_list(renamed).to_parquet(tmp_path / "rows.parquet")
-    found = []
-    for kind in ("csv", "jsonl", "parquet"):
-        parts = inside.t5_articles(tmp_path / f"rows.{kind}", "article", "highlights")
-        found.append([(row["text"], row["summary"]) for part in parts for row in part])
-    assert found[0] == found[1] == found[2]
-    assert sorted(found[0]) == sorted((row["text"], row["headline"]) for row in rows)
-    write_csv(tmp_path / "rows.csv", rows[:30])
-    assert sum(len(part) for part in inside.t5_articles(tmp_path / "rows.csv")) == 30
-
-
 TEXT = "Article {} is longer than what a summary of it may be."
 
 
-def pairs(path):
+def pairs(path, *columns):
     """The texts and summaries of a file, whichever side they are on."""
-    return sorted((row["text"], row["summary"]) for part in inside.t5_articles(path) for row in part)
+    return sorted((row["text"], row["summary"]) for part in inside.t5_articles(path, *columns) for row in part)
+
+
+def test_other_files_hold_the_same_articles(tmp_path):
+    """JSON lines and parquet, with other columns; a file that has changed is read again."""
+    rows = [{"article": TEXT.format(number), "highlights": f"s{number}", "title": "t"} for number in range(50)]
+    write_csv(tmp_path / "rows.csv", rows)
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    for kind in ("csv", "jsonl", "parquet"):
+        found = pairs(tmp_path / f"rows.{kind}", "article", "highlights")
+        assert found == sorted((row["article"], row["highlights"]) for row in rows)
+    write_csv(tmp_path / "rows.csv", rows[:30])
+    assert len(pairs(tmp_path / "rows.csv", "article", "highlights")) == 30
 
 
 def test_a_csv_holds_texts_as_they_are_written(tmp_path):
@@ -443,23 +395,6 @@ def test_rouge_of_any_script():
         assert inside.rouge(*pair) == [score.fmeasure for score in scorer.score(*pair).values()]
 
 
-def test_an_epoch_is_a_permutation_that_saves_padding():
-    """Of the plain loop, which the script equals. No step comes twice, and in some epochs every article is met."""
-    choose = random.Random(0)
-    lengths = [choose.randint(10, 500) for _ in range(1003)]
-    epochs = [t5_steps(lengths, 8, epoch) for epoch in range(3)]
-    for steps in epochs:
-        assert len(steps) == 125 and {len(step) for step in steps} == {8}
-        assert len({number for step in steps for number in step}) == 1000
-        longest = [max(lengths[number] for number in step) for step in steps]
-        assert 8 * sum(longest) < 1.15 * sum(lengths)  # 1.75 times as much in random order
-        # Steps of all lengths come in any order: no curriculum from long to short.
-        assert abs(np.corrcoef(longest, range(len(steps)))[0, 1]) < 0.3
-    together = [frozenset(step) for steps in epochs for step in steps]
-    assert len(set(together)) == len(together)
-    assert set().union(*together) == set(range(len(lengths)))
-
-
 @pytest.mark.long
 def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
     """--max-steps takes the place of --epochs. A run with another number of processes finds all articles in the
@@ -467,18 +402,12 @@ def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
     path = write_csv(tmp_path / "new.csv", [inside.builtin_article(number) for number in range(300, 400)])
     flags = ("--model", tiny_model, "--dataset", path, "--num-train-samples", 40, "--num-validation-samples", 3)
     flags += ("--max-source-length", 16, "--max-target-length", 4, "--epochs", 2)
-    switches = {
-        "all": (),
-        "no-validation": ("--no-run-validation",),
-        "no-model": ("--no-save-model",),
-        "max-steps": ("--no-run-validation", "--no-save-model", "--max-steps", 12),
-    }
-    settings = {tmp_path / name: (*flags, *more, "--batch-size", 4) for name, more in switches.items()}
-    run_many("t5_fsdp.py", settings, 2)
-    for name, more in switches.items():
-        assert list(losses(tmp_path / name)) == ([5, 10, 12] if name == "max-steps" else [5, 10])
-        assert len(curve(tmp_path / name, "val_loss")) == (0 if "--no-run-validation" in more else 3)
-        assert (tmp_path / name / "best").exists() == ("--no-save-model" not in more)
+    switches = {"all": (), "max-steps": ("--no-run-validation", "--no-save-model", "--max-steps", 12)}
+    run_many("t5_fsdp.py", {tmp_path / name: (*flags, *switches[name], "--batch-size", 4) for name in switches}, 2)
+    for name, steps, validations in (("all", [5, 10], 3), ("max-steps", [5, 10, 12], 0)):
+        assert list(losses(tmp_path / name)) == steps
+        assert len(curve(tmp_path / name, "val_loss")) == validations
+        assert (tmp_path / name / "best").exists() == (name == "all")
 
     cached = set(Path(CACHES.name).rglob("*.arrow"))
     run_many("t5_fsdp.py", [[*flags, "--batch-size", 8, "--output-dir", tmp_path / "one"]], 1)

@@ -9,11 +9,11 @@ import re
 import torch
 
 import pytest
-from conftest import CLOSE, SAVE_ON_CPU, VERSIONS, curve, make_llama, make_model, run_many
+from conftest import SAVE_ON_CPU, VERSIONS, check_curves, curve, make_llama, make_model, run_many
 from shared import patched
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
-from inside import CROSS_ENTROPIES, LM_STRATEGIES, mnist_units
+from inside import LM_STRATEGIES, mnist_units
 
 pytestmark = pytest.mark.long
 
@@ -210,14 +210,13 @@ def test_no_training_step_reads_the_device(script, tiny_model, articles_csv, tmp
 
 # ---- --compile -------------------------------------------------------------------------------------------------------
 def test_t5_is_compiled_into_graphs_and_keeps_the_losses(articles_csv, tmp_path):
-    """The graphs run, but are not made into machine code; the test below does that once."""
+    """The graphs run, but are not made into machine code; the test below does that once. Lengths make no new ones."""
     model = make_model(tmp_path / "model", num_layers=1)
-    flags = (*T5, "--model", model, "--dataset", articles_csv, "--no-run-validation", "--max-steps", 1)
+    flags = (*T5, "--model", model, "--dataset", articles_csv, "--no-run-validation", "--log-every", 1)
     settings = {tmp_path / "plain": flags, tmp_path / "graphs": (*flags, "--compile")}
     finished = run_many("t5_fsdp.py", settings, 1, change=("capture_graphs",))
-    assert finished.stderr.count("graph captured") >= 2
-    assert curve(tmp_path / "graphs") == pytest.approx(curve(tmp_path / "plain"), **CLOSE)
-    assert curve(tmp_path / "graphs", "grad_norm") == pytest.approx(curve(tmp_path / "plain", "grad_norm"), rel=1e-4)
+    assert 2 <= finished.stderr.count("graph captured") <= 12
+    check_curves(tmp_path / "graphs", [curve(tmp_path / "plain", name) for name in ("loss", "grad_norm")])
 
 
 def test_compile_makes_kernels_and_keeps_the_losses(tmp_path):
@@ -230,50 +229,15 @@ def test_compile_makes_kernels_and_keeps_the_losses(tmp_path):
         assert curve(tmp_path / "compiled", name) == pytest.approx(curve(tmp_path / "plain", name), abs=1e-4)
 
 
-@pytest.mark.parametrize("script", CROSS_ENTROPIES)
-def test_the_compiled_loss_is_captured_twice_for_all_lengths(script):
-    """Once for the first length, and once for any. Labels of -100 count neither in the sum nor in the gradient."""
-    graphs = []
-
-    def count_graph(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = CROSS_ENTROPIES[script]()
-    compiled.compile(backend=count_graph)
-    torch.manual_seed(0)
-    for length in (64, 152, 72, 96, 8):
-        logits = torch.randn(4, length, 50, dtype=torch.bfloat16, requires_grad=True)
-        labels = torch.randint(50, (4, length))
-        labels[:, length // 2 :] = -100
-        loss = compiled(logits, labels)
-        loss.backward()
-        kept = logits.detach()[:, : length // 2].float().requires_grad_()
-        expected = torch.nn.functional.cross_entropy(kept.flatten(0, 1), labels[:, : length // 2].flatten())
-        mean = 4 * (length // 2)
-        (mean * expected).backward()
-        assert loss.item() == pytest.approx(mean * expected.item(), rel=1e-5)
-        torch.testing.assert_close(logits.grad[:, : length // 2].float(), kept.grad, rtol=0.01, atol=1e-4)
-        assert logits.grad[:, length // 2 :].abs().max() == 0
-    assert len(graphs) == 2
-
-
 # ---- MNIST -----------------------------------------------------------------------------------------------------------
-UNITS = {  # with the notebook's bound of 20,000 parameters
-    "shallow": {"", "fc1"},
-    "nested": {""},
-    "deep": {"", "fc1", "fc2.0", "fc2.1", "fc2.2", "fc2.3"},
-    "layers": {"", "fc1", *(f"fc2.{number}" for number in range(40))},
-}
+DEEP = {"", "fc1", "fc2.0", "fc2.1", "fc2.2", "fc2.3"}
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-@pytest.mark.parametrize("network", UNITS)
-def test_both_versions_make_the_same_units(network):
-    bounds = (20_000, 2_000_000) if network in ("deep", "layers") else (60, 200, 20_000)
-    units = {bound: mnist_units(network, 2, bound) for bound in bounds}
-    assert units[20_000] == UNITS[network]
-    assert units[bounds[0]] != units[bounds[-1]]
-    for bound in bounds:
-        assert mnist_units(network, 1, bound) == units[bound]
+@pytest.mark.parametrize("network, expected", [("shallow", {"", "fc1"}), ("nested", {""}), ("deep", DEEP)])
+def test_both_versions_make_the_same_units(network, expected):
+    """With the notebook's bound of 20,000 parameters, and with others."""
+    bounds = (20_000, 2_000_000) if network == "deep" else (20_000, 60, 200)
+    units = [mnist_units(network, 2, bound) for bound in bounds]
+    assert units[0] == expected != units[1]
+    assert units == [mnist_units(network, 1, bound) for bound in bounds]
