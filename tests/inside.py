@@ -216,7 +216,6 @@ def lm_loader(args, tokenizer, rank, size, positions, files, script=lm_multinode
 
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
-PEAK_TFLOPS = lm_multinode.PEAK_TFLOPS
 lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
 
 
@@ -239,12 +238,6 @@ def set_up(args):
     world = common.setup(common.find_device_type(args.device))
     args.precision = common.choose_precision(args.precision, world.device)
     return world
-
-
-def lm_config(args):
-    """With the tokenizer."""
-    with mock.patch("torch.distributed.get_rank", return_value=1):  # prints nothing
-        return lm_multinode.load_data(args, None)[2:]
 
 
 def full_and_meta(script, args, world, config):

@@ -11,6 +11,7 @@ C4, articles as in WikiHow. On a machine that does other work set OMP_WAIT_POLIC
     tutorial                  the loop of lm_multinode.py's page: each text padded or cut by four workers, the model one
                               unit of FSDP1, AdamW without fusion, `.item()` in every micro-batch. Its accumulation is
                               put right (docs/from-the-documents.md), which makes it faster
+    loader                    how fast the LM's worker packs texts for one process: above what a GPU trains on
 """
 
 import argparse
@@ -32,14 +33,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.utils.data import DataLoader
 
 import datasets
+import made_up
 import shared
 import transformers
 from datasets.distributed import split_dataset_by_node
-from lm_loader import write_texts
 from plain import lm_samples, t5_ordered, t5_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 
-from inside import parse, peak_gib, set_up, t5_articles
+from inside import lm_loader, lm_texts, parse, peak_gib, set_up, t5_articles
 
 
 def tutorial(args, world):
@@ -73,12 +74,24 @@ def tutorial(args, world):
         yield tokens
 
 
-def run_tutorial(options, flags: list) -> None:
-    """One of its processes. Rank 0 writes what the second half of the steps took, as the scripts do."""
+def loader(args, world):
+    """The LM's loader alone, in one process, which has all streams."""
+    files, _ = lm_texts(args)
+    steps = lm_loader(args, AutoTokenizer.from_pretrained(args.model), 0, 1, None, files)
+    while True:  # many steps at a time: a block of texts fills 64 sequences at once
+        yield sum(args.global_batch_size * args.seq_length for _ in itertools.islice(steps, 200))
+
+
+ALONE = ("Trainer without FSDP", "loader")  # in one process
+LOOPS = {"tutorial": tutorial, "loader": loader}
+
+
+def run_loop(options, flags: list) -> None:
+    """One process of such a loop. Rank 0 writes what the second half of the steps took, as the scripts do."""
     args = parse("lm_multinode.py", *flags)
     args.output_dir.mkdir(exist_ok=True)
     world = set_up(args)
-    steps = tutorial(args, world)
+    steps = LOOPS[options.loop](args, world)
     for _ in range(2):
         start = time.perf_counter()
         tokens = sum(itertools.islice(steps, options.steps))
@@ -98,19 +111,19 @@ def trainer_loop(path: Path, model: Path, samples: list, micro_batch_size: int, 
 
 def lm_loops(folder: Path, options) -> dict[str, list]:
     """What makes the steps of each loop, but for what starts the processes."""
-    write_texts(folder, texts=20)
-    model = shared.write_llama(folder / "llama", layers=4)
+    made_up.write_texts(folder, texts=20)
+    model = made_up.write_llama(folder / "llama", layers=8)
     flags = [*options.flags, "--model", model, "--dataset", f"{folder}/*.json.gz", "--validate-every", 0]
-    flags += ["--seq-length", 512, "--micro-batch-size", 2, "--global-batch-size", 8]
+    flags += ["--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 8]
     args = parse("lm_multinode.py", *flags)
     samples = lm_samples(args, AutoTokenizer.from_pretrained(model), args.max_steps)
     loops = {"lm_multinode.py": [shared.ROOT / "lm_multinode.py", *flags]}
-    loops["Trainer"] = loops["Trainer without FSDP"] = trainer_loop(folder / "lm.json", model, samples, 2, options)
-    return loops | {"tutorial": [__file__, *sys.argv[1:], "--tutorial", *flags]}
+    loops["Trainer"] = loops["Trainer without FSDP"] = trainer_loop(folder / "lm.json", model, samples, 1, options)
+    return loops | {name: [__file__, *sys.argv[1:], "--loop", name, *flags] for name in LOOPS}
 
 
 def t5_loops(folder: Path, options) -> dict[str, list]:
-    shared.write_articles(folder, 20 * options.steps + 20, "t5-small")
+    made_up.write_articles(folder, 20 * options.steps + 20, "t5-small")
     flags = [*options.flags, "--model", folder, "--dataset", folder / "articles.csv", "--num-train-samples", 0]
     flags += ["--max-source-length", 256, "--max-target-length", 64, "--batch-size", 4, "--no-run-validation"]
     articles, _ = t5_articles(folder / "articles.csv")
@@ -124,7 +137,7 @@ def rows(loops: dict[str, list], folder: Path, options):
     """Let the loops take turns."""
     found = {name: [] for name in loops}
     for turn, name in itertools.product(range(options.turns), loops):
-        processes = 1 if "without" in name else 2
+        processes = 1 if name in ALONE else 2
         output = folder / f"{name} {turn}"
         start = shared.torchrun(processes) if processes > 1 else [sys.executable]  # by torchrun it would be DDP
         command = [*start, *loops[name], "--output-dir", output]
@@ -143,10 +156,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3, help="of each loop")
     parser.add_argument("--steps", type=int, default=4, help="to warm up, and as many that count")
-    parser.add_argument("--tutorial", action="store_true", help=argparse.SUPPRESS)  # for its processes
+    parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)  # for its processes
     options, flags = parser.parse_known_args()
-    if options.tutorial:
-        run_tutorial(options, flags)
+    if options.loop:
+        run_loop(options, flags)
     options.flags = ["--device", "cpu", "--precision", "fp32", "--lr", 1e-4, "--no-save-model"]
     options.flags += ["--max-steps", 2 * options.steps, "--log-every", options.steps]
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()},", end=" ")

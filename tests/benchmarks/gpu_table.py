@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import made_up
 import shared
 import will_it_fit
-from lm_loader import write_texts
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from inside import lm_peak_tflops
@@ -50,7 +50,7 @@ WAYS = {
 
 def prepare_lm(folder: Path, options) -> list:
     """The flags of a run."""
-    write_texts(folder, texts=100 if options.tiny else 4000)
+    made_up.write_texts(folder, texts=100 if options.tiny else 4000)
     batch = 2 if options.tiny else 16
     flags = ["--model", "tiny" if options.tiny else "150m", "--seq-length", 128 if options.tiny else 1024]
     flags += ["--micro-batch-size", batch, "--global-batch-size", batch]
@@ -62,7 +62,7 @@ def prepare_t5(folder: Path, options) -> list:
     batch = 2 if options.tiny else 16
     steps = 2 * options.steps
     shape = "tiny" if options.tiny else "t5-base"
-    shared.write_articles(folder, int(1.2 * batch * steps) + 50, shape, mean=2500, sigma=0.05)  # all are cut
+    made_up.write_articles(folder, int(1.2 * batch * steps) + 50, shape, mean=2500, sigma=0.05)  # all are cut
     flags = ["--model", folder, "--batch-size", batch, "--max-source-length", SOURCE, "--max-target-length", TARGET]
     return [*flags, "--dataset", folder / "articles.csv", "--num-train-samples", 0, "--no-run-validation"]
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import made_up
 import shared
 import transformers
 import will_it_fit
@@ -119,7 +120,7 @@ def rows(measured: list[list], model: Path) -> list[dict]:
 
 
 def main(folder: Path, options) -> None:
-    model = shared.write_llama(folder, layers=2)
+    model = made_up.write_llama(folder, layers=2)
     with two_nodes() as nodes:
         finished = nodes.torchrun(Path(__file__), *sys.argv[1:], "--model", model, timeout=3600)
     if any(one.returncode for one in finished):

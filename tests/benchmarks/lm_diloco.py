@@ -1,12 +1,11 @@
 """What the recipe lm-diloco loses in perplexity for the same tokens, and gains in time on a slow network.
 
-    python tests/benchmarks/lm_diloco.py [--steps 300] [--link 100mbit] [--plot diloco.svg]
+    python tests/benchmarks/lm_diloco.py [--steps 300] [--link 100mbit]
 
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), joined by a slow cable. The tiny Llama
 of lm_multinode.py, in a copy with the recipe, learns the built-in texts under NO_SHARD, _HYBRID_SHARD_ZERO2 and
 DILOCO, with the same tokens in a step and the same steps; DILOCO with the paper's outer optimizer, and with one that
 only averages. The table has the validation perplexity at the end, and how long the run took from its first step.
---plot draws the perplexity over the tokens and over the seconds (needs matplotlib).
 """
 
 import argparse
@@ -36,8 +35,8 @@ RUNS = {
 }
 
 
-def rows(nodes, folder: Path, options, curves: dict[str, list[dict]]):
-    """Yield a row for each run; `curves` gets its validations."""
+def rows(nodes, folder: Path, options):
+    """Yield a row for each run."""
     flags = ["--max-steps", options.steps, "--validate-every", 50, "--log-every", 100, "--precision", "fp32"]
     flags += ["--device", "cpu", "--no-save-model"]
     script = patched(folder / "copy", "lm-diloco") / "lm_multinode.py"
@@ -46,39 +45,17 @@ def rows(nodes, folder: Path, options, curves: dict[str, list[dict]]):
         finished = nodes.torchrun(script, *flags, *more, "--output-dir", output, timeout=3600)
         if any(one.returncode for one in finished):
             sys.exit("".join(one.stderr for one in finished))
-        curves[name] = [row for row in read_metrics(output) if "perplexity" in row]
-        first, last = curves[name][0], curves[name][-1]
+        first, *_, last = [row for row in read_metrics(output) if "perplexity" in row]
         yield {"run": name, "perplexity": last["perplexity"], "seconds": last["seconds"] - first["seconds"]}
-
-
-def draw(curves: dict[str, list[dict]], file: str) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, (over_tokens, over_seconds) = plt.subplots(1, 2, sharey=True, figsize=(10, 4.5), layout="constrained")
-    for found in curves.values():
-        perplexity = [row["perplexity"] for row in found]
-        over_tokens.plot([row["step"] for row in found], perplexity)
-        over_seconds.plot([row["seconds"] - found[0]["seconds"] for row in found], perplexity)
-    ticks = (100, 200, 400, 800, 1600)
-    over_tokens.set(yscale="log", yticks=ticks, yticklabels=ticks, ylabel="validation perplexity")
-    over_tokens.minorticks_off()
-    over_tokens.set_xlabel(f"steps of {STEP_TOKENS:,} tokens")
-    over_seconds.set_xlabel("seconds")
-    figure.legend(over_seconds.lines, curves, loc="outside lower center", ncols=2)
-    figure.savefig(file)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--plot", help="a file to draw into")
     parser.add_argument("--link", default="100mbit", help="as tc takes it, in both directions")
     options = parser.parse_args()
     print(f"2 nodes of 2 processes, {options.link} between them, {options.steps} steps of {STEP_TOKENS:,} tokens")
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.system()}, {date.today()}\n")
     with tempfile.TemporaryDirectory() as scratch, two_nodes() as nodes:
         nodes.limit(options.link)
-        curves = {}
-        print_table(rows(nodes, Path(scratch), options, curves))
-    if options.plot:
-        draw(curves, options.plot)
+        print_table(rows(nodes, Path(scratch), options))
