@@ -114,8 +114,8 @@ STOPS = [
     if signal.getsignal(number) != signal.SIG_IGN
 ]
 
-# A collective that takes longer fails. While one process downloads, tokenizes or writes a model,
-# the others wait for it.
+# A collective of all processes that takes longer fails. While one process downloads, tokenizes or
+# writes a model, the others wait for it. The groups inside a mesh keep PyTorch's own limit.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -367,9 +367,9 @@ def choose_precision(name: str, device: torch.device) -> str:
 
 
 def sum_over_ranks(values: torch.Tensor, group=None):
-    """Sum over all ranks, or those of a group: a number, or a list of them. A collective, for which
-    the host waits for the device: not in every step."""
-    total = values.cpu().clone()  # on the CPU cpu() is no copy
+    """Sum over all ranks, or those of a group: a number, or a list of them. A collective, but not
+    for every step: the host waits until the device has computed the values."""
+    total = values.cpu().clone()  # cpu() is what waits; on the CPU it is no copy
     dist.all_reduce(total, group=group)
     return total.tolist()
 

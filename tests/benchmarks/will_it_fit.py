@@ -282,10 +282,8 @@ class Run:
             self.args.accumulation_steps = 1
 
     def largest_batch(self, usable: float) -> int:
-        """That these bytes have room for; 0 if not even one sample fits. It becomes that of this run.
-
-        After each operation memory is a constant and something for each sample, so two steps say all.
-        """
+        """That these bytes have room for; 0 if not even one sample fits. After each operation memory is a constant and
+        something for each sample, so two steps say all. They leave this run another batch."""
         self.set_batch(2)
         two = torch.tensor(self.step().totals, dtype=torch.float64)
         self.set_batch(4)
