@@ -71,8 +71,8 @@ def run_many(
     """Run a script once for each list of arguments, in one launch; returns the finished process, output as text.
 
     `settings`: the lists, or {output folder: arguments}. `processes`: under torchrun, or by `python` alone when None.
-    `fork`: the processes are forks of one that has the imports done, except on a GPU; `per_node` is then as in
-    forked.py. `change`: the name of one of the changes in inside.py, and its arguments.
+    `fork`: the processes are forks of one that has the imports done, except on a GPU; `per_node` as in forked.py.
+    `change`: the name of one of the changes in inside.py, and its arguments.
     """
     script = str(ROOT / script)
     if isinstance(settings, dict):
