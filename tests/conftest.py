@@ -24,7 +24,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 import torch
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
@@ -33,6 +33,7 @@ import forked
 
 from inside import MODULES, builtin_article, draw_digits, train_tokenizer
 
+DEVICE = os.environ.get("DEVICE", "cpu")  # what the scripts run on, also where there is a GPU
 SCRIPTS = tuple(MODULES)
 VERSIONS = (1, 2)  # of FSDP
 SAVE_ON_CPU = VERSIONS if torch.__version__ >= (2, 14) else (2,)  # those that save a whole model there
@@ -65,14 +66,13 @@ def succeed(*arguments, **options):
 
 
 def run_many(
-    script, settings, processes=None, fork=True, device="cpu", change=(), check=True, timeout=300, **environment
+    script, settings, processes=None, fork=True, device=DEVICE, change=(), check=True, timeout=300, **environment
 ):
     """Run a script once for each list of arguments, in one launch; returns the finished process, output as text.
 
-    `settings`: the lists, or {output folder: arguments}. `processes`: under torchrun, or by `python` alone when None,
-    which starts two processes unless --num-processes says otherwise. `fork`: the processes are forks of one that has
-    the imports done; `per_node` is then as in forked.py. `change`: the name of one of the changes in inside.py, and
-    its arguments. `check`: fail the test with the output when the script fails.
+    `settings`: the lists, or {output folder: arguments}. `processes`: under torchrun, or by `python` alone when None.
+    `fork`: the processes are forks of one that has the imports done, except on a GPU; `per_node` as in forked.py.
+    `change`: the name of one of the changes in inside.py, and its arguments.
     """
     script = str(ROOT / script)
     if isinstance(settings, dict):
@@ -80,9 +80,13 @@ def run_many(
     settings = [[str(argument) for argument in arguments] for arguments in settings]
     for arguments in settings:
         if Path(script).name in SCRIPTS and device and "--device" not in arguments:
-            arguments += ["--device", device]  # the CPU also where there is a GPU: that is for test_accelerator.py
+            arguments += ["--device", device]
     per_node = environment.pop("per_node", None)
     environment = os.environ | environment
+    if device not in ("cpu", "auto", None):
+        fork = False
+        # Without TF32, which has 10 bits of mantissa. Processes may share a GPU.
+        environment |= {"NVIDIA_TF32_OVERRIDE": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     if fork:
         finished = forked.launch(script, settings, processes, environment, timeout, change, per_node)
     else:
@@ -176,7 +180,7 @@ def near(name, values):
     """What equals each value of a curve, or is as near to it as runs must be that compute the same in other ways."""
     if name == "grad_norm":
         return [pytest.approx(value, rel=1e-4) for value in values]
-    exact = {"loss": 2, "val_loss": 1}[name]  # values before the second step of Adam shows
+    exact = {"loss": 2, "val_loss": 1}[name] if DEVICE == "cpu" else 0  # values before the second step of Adam shows
     return [pytest.approx(value, **CLOSE if number < exact else AFTER_ADAM) for number, value in enumerate(values)]
 
 
@@ -238,13 +242,13 @@ def make_tokenizer(folder):
     train_tokenizer(texts, 1000, append_eos=True).save_pretrained(folder)
 
 
-def make_model(folder, config_class=T5Config, is_tied=True, **changes):
-    """Write a tiny T5 with random weights and a tokenizer, as `from_pretrained` reads them."""
+def make_model(folder, kind="t5", is_tied=True, **changes):
+    """Write a tiny T5, or one of its kinds, with random weights and a tokenizer, as `from_pretrained` reads them."""
     make_tokenizer(folder)
     torch.manual_seed(0)
     shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": 0.0}
     shape |= {"vocab_size": 1024, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0} | changes
-    model = AutoModelForSeq2SeqLM.from_config(config_class(**shape))
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **shape))
     if not is_tied:  # transformers goes by the weights
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) / 8)
     model.save_pretrained(folder)

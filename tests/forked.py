@@ -83,8 +83,8 @@ def free_ports(count):
 
 @functools.cache
 def claim_block():
-    """A socket on the first port of a block. Nobody else takes ports of this block: another worker, or another pytest,
-    claims another one, no system hands these out by itself, and no script halves a higher one to get one of them."""
+    """A socket on the first port of a block, which other workers and pytests then leave alone. No system hands these
+    ports out by itself, and no script halves a higher one to get one of them."""
     for first in range(4_000, 16_000, BLOCK):
         claim = socket.socket()
         with contextlib.suppress(OSError):  # another process has it
@@ -104,11 +104,8 @@ def is_free(port):
 
 
 def launch(script, settings, processes, environment, timeout, change=(), per_node=None):
-    """Run a script in `processes` ranks, or as plain `python` does when None; returns what subprocess.run would.
-
-    `settings`: a list of arguments for each time that it runs. `per_node`: how many of the ranks take themselves to be
-    on one node; all unless given. All end when one fails; the exit code is then its own.
-    """
+    """As conftest's `run_many`; returns what subprocess.run would. All ranks end when one fails; the exit code is then
+    its own. `per_node`: how many of the ranks take themselves to be on one node; all unless given."""
     environments = [environment]
     if processes:
         per_node = per_node or processes

@@ -27,10 +27,8 @@ def cross_entropy(model, batch):
 
 
 def train_plainly(optimizer, losses, schedule=lambda step: 1e-3, clip=1.0):
-    """A step for each of `losses`, which are functions without arguments. Returns losses and gradient norms.
-
-    `schedule`: the learning rate of step 1, 2, ...
-    """
+    """A step for each of `losses`, which are functions without arguments. `schedule`: the learning rate of step 1, 2,
+    ... Returns losses and gradient norms."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     values = []
     norms = []

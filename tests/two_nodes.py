@@ -1,8 +1,5 @@
 """Two nodes on one machine: two network namespaces joined by a cable, as far as sockets can tell.
 
-    with two_nodes() as nodes:
-        processes = nodes.torchrun("lm_multinode.py", "--max-steps", 5)
-
 Each node has one address of its own, a host name (node0, node1) and a hosts file that knows both. Disk, memory and
 cores are shared. Needs Linux, root and iproute2.
 """
@@ -28,11 +25,7 @@ class NoNamespacesError(Exception):
 
 @contextlib.contextmanager
 def two_nodes():
-    """Two nodes that are gone when the block ends, with every process on them.
-
-    Raises:
-        NoNamespacesError: not Linux, not root, or iproute2 is not installed.
-    """
+    """Two nodes that are gone when the block ends, with every process on them. Raises NoNamespacesError."""
     # With this process's id, so that tests which run at the same time do not meet.
     names = [f"node{node}-{os.getpid()}" for node in (0, 1)]
     with contextlib.ExitStack() as cleanup:
@@ -74,13 +67,8 @@ class TwoNodes:
         self.names, self.folder = names, folder
 
     def torchrun(self, script, *arguments, options=(), timeout=300):
-        """Run torchrun with a script on both nodes, with two processes each: the command of a real cluster.
-
-        GLOO_SOCKET_IFNAME is not set: gloo listens on the address that the host's own name has, and the hosts files
-        give each name the address on the cable. Where a name stands for 127.0.0.1 it would be needed.
-
-        Returns the finished torchrun of each node, output as text. After `timeout` seconds they are killed.
-        """
+        """The command of a real cluster, with two processes on each node. gloo listens on the address that the host's
+        own name has. Returns the finished torchrun of each node, output as text; killed after `timeout` seconds."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 2]
         torchrun += ["--rdzv_id", 1, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500", *options]
         torchrun += [ROOT / script, *arguments]
