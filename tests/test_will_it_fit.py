@@ -18,7 +18,8 @@ from step_time import ATTENTION_SHARE, FP32_ATTENTION_SHARE, GPUS, MEMORY_SHARE,
 from test_models import CAUSAL, LENGTH, SHAPE
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, MT5Config, T5Config, UMT5Config
 
-from inside import LM_WIDER
+# What a user may edit in a copy, before and after.
+LM_WIDER = ("intermediate_size=352,", "intermediate_size=35200,")
 
 TOOL = "tests/benchmarks/will_it_fit.py"
 GPU = Namespace(vocabulary=32_000, per_node=8, attention="gpu")
