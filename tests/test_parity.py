@@ -251,10 +251,10 @@ def test_transformers_own_trainer_learns_the_same(
         model = make_llama(tmp_path / "experts", MixtralConfig, **EXPERTS)
     tokenizer = AutoTokenizer.from_pretrained(model)
     if kind == "T5":
-        steps = t5_ordered(t5_samples(t5_articles(articles_csv)[0], tokenizer, *LENGTHS), GLOBAL_BATCH)
+        steps = t5_ordered(t5_samples(t5_articles(articles_csv)[0], tokenizer, *LENGTHS), GLOBAL_BATCH, seed=SEED)
         samples = list(itertools.chain.from_iterable(steps[:STEPS]))
     else:
-        samples = lm_samples(parse(script, *LM, "--dataset", texts), tokenizer, STEPS)
+        samples = lm_samples(parse(script, *LM, "--dataset", texts, "--seed", SEED), tokenizer, STEPS)
     train(script, {"ours": ("--model", model)}, processes)
 
     task = {"model": str(model), "samples": samples, "batch_size": GLOBAL_BATCH, "micro_batch_size": 3, "log_every": 1}
