@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -91,34 +90,6 @@ def check_settings(script, checkpoint, args):
 NETWORKS = mnist_fsdp.NETWORKS | {"xpu": mnist_fsdp_xpu.Network}
 draw_digits = mnist_fsdp.draw_digits
 
-
-class Nested(torch.nn.Module):
-    """Modules in modules, parameters beside modules, and a ModuleList, whose forward nobody calls."""
-
-    def __init__(self):
-        super().__init__()
-        linear = torch.nn.Linear
-        nested = torch.nn.Sequential(linear(10, 8), linear(8, 9))
-        self.scale = torch.nn.Parameter(torch.ones(70))
-        self.stem = torch.nn.Sequential(linear(10, 10), nested, linear(9, 1))
-        self.blocks = torch.nn.ModuleList([torch.nn.Sequential(linear(5, 5), linear(5, 5)), linear(10, 9)])
-        self.head = linear(12, 12)
-
-
-def mnist_units(network, version, min_num_params):
-    """The names of the units that a network is divided into; "" is the root."""
-    args = parse("mnist_fsdp.py", "--min-num-params", min_num_params)
-    shard = {1: mnist_fsdp.shard_with_fsdp1, 2: mnist_fsdp.shard_with_fsdp2}[version]
-    with torch.device("meta"):  # spares millions of random numbers
-        model = Nested() if network == "nested" else NETWORKS[network]()
-    world = common.setup("cpu")
-    model = shard(args, world, model.to_empty(device="cpu"))
-    kinds = (FSDPModule, FullyShardedDataParallel)
-    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    dist.destroy_process_group()
-    return {name.replace("_fsdp_wrapped_module", "").replace("..", ".").strip(".") for name in names}
-
-
 # ---- t5_fsdp.py ------------------------------------------------------------------------------------------------------
 T5_STRATEGIES = tuple(t5_fsdp.RESHARD)
 
@@ -133,16 +104,6 @@ def rouge(reference, summary):
     """F-measures of ROUGE-1, 2 and L."""
     scorer = t5_fsdp.RougeScorer(t5_fsdp.ROUGE, tokenizer=t5_fsdp.RougeTokenizer())
     return [score.fmeasure for score in scorer.score(reference, summary).values()]
-
-
-def t5_tokenized(articles, tokenizer, source_length, target_length):
-    options = {"tokenizer": tokenizer, "source_length": source_length, "target_length": target_length}
-    return articles.map(t5_fsdp.tokenize, batched=True, fn_kwargs=options, remove_columns=articles.column_names)
-
-
-def t5_loss(model, batch):
-    """The mean over the target tokens of a padded batch."""
-    return t5_fsdp.summed_loss(model, batch) / (batch["labels"] != -100).sum()
 
 
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
@@ -179,10 +140,12 @@ def lm_texts(args, script=lm_multinode):
     return files, held_out
 
 
-def lm_train_texts(args, files):
-    """All texts of the dataset that are not held out."""
+def lm_all_texts(args):
+    """Of the dataset, in order."""
+    files, held_out = lm_texts(args)
     read = itertools.chain.from_iterable(lm_multinode.read_file(file, args.text_column) for file in files)
-    return [text for texts, _, _ in read for text in texts if not lm_multinode.is_held_out(text)]
+    to_train = [text for texts, _, _ in read for text in texts if not lm_multinode.is_held_out(text)]
+    return sorted([*held_out, *to_train])
 
 
 def lm_held_out(args, tokenizer, script=lm_multinode):
@@ -282,46 +245,25 @@ def no_dropout(script):
     torch.nn.Dropout.forward = lambda self, x: x
 
 
-def compute_in_fp32(script):
-    """Without TF32; and without dropout, for which a CPU draws other numbers."""
-    torch.set_float32_matmul_precision = lambda precision: None
-    torch.backends.cudnn.allow_tf32 = False
-    no_dropout(script)
-
-
-def signal_in_step(script, rank, step, name="SIGKILL"):
+def signal_in_step(script, rank, step, name="SIGKILL", times=1):
     """A rank gets a signal right after it has updated its shards; after a restart by torchrun no more."""
     steps = itertools.count(1)
 
     def after_update(*_):
         is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if next(steps) == step and dist.get_rank() == rank and is_first_start:
-            os.kill(os.getpid(), signal.Signals[name])
+            for _ in range(times):
+                os.kill(os.getpid(), signal.Signals[name])
 
     register_optimizer_step_post_hook(after_update)
-
-
-def interrupt_twice(script, step):
-    """Two times Ctrl-C in a step."""
-    signal_in_step(script, 0, step, "SIGINT")
-    signal_in_step(script, 0, step, "SIGINT")
-
-
-def make_workers(script, **changes):
-    """T5's loaders have workers, as for a GPU. `changes`: of what each loader is told."""
-    loader_class = script.DataLoader
-
-    def make_loader(*arguments, **options):
-        options["num_workers"] = options.get("num_workers") or 2  # the LM has one
-        return loader_class(*arguments, **options | script.common.WORKERS | changes)
-
-    script.DataLoader = make_loader
 
 
 def lose_workers(script, fate):
     """Before it sends a batch each worker falls silent, or is killed as where memory is full."""
     fates = {"silent": lambda _: time.sleep(400), "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL)}
-    make_workers(script, timeout=3, collate_fn=fates[fate])
+    loader_class = script.DataLoader
+    lost = {"timeout": 3, "collate_fn": fates[fate]}
+    script.DataLoader = lambda *arguments, **options: loader_class(*arguments, **options | lost)
 
 
 def read_for_ever(script, steps):
@@ -368,12 +310,6 @@ def kill_alone(script, step):
 def limit_open_files(script, count):
     """As a shell does: the process may raise its limit."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-
-def take_next_port(script):
-    """Another program has the port after torchrun's."""
-    if os.environ["RANK"] == "0":
-        script.taken = socket.create_server(("", int(os.environ["MASTER_PORT"]) + 1))
 
 
 def kill_in_save(script, rank, number):

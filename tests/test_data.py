@@ -8,14 +8,12 @@ import json
 import random
 import re
 import shutil
-import string
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 from conftest import CACHES, curve, losses, run, run_many, write_csv, write_shards
-from rouge_score import rouge_scorer
 from tokenizers.processors import TemplateProcessing
 
 import inside
@@ -71,12 +69,13 @@ def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer):
         all_held_out.append(set(held_out))
         args.num_validation_texts = 1
         assert len(inside.lm_texts(args)[1]) == 1
-        texts = sorted(set(read_texts(folder)) - set(held_out))
+        known = read_texts(folder)
+        texts = sorted(set(known) - set(held_out))
         streams, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
-        orders = [whole_texts(tokenizer, tokens, texts) for tokens in streams]
+        orders = [whole_texts(tokenizer, tokens, known) for tokens in streams]
         args.seed = 2
         again, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
-        assert orders != [whole_texts(tokenizer, tokens, texts) for tokens in again]
+        assert orders != [whole_texts(tokenizer, tokens, known) for tokens in again]
 
         seen = []
         for order in orders:
@@ -179,8 +178,7 @@ def test_all_formats_hold_the_same_texts(tmp_path, monkeypatch):
     local = [tmp_path / name for name in ("rows.JSONL", "rows.json", "rows.parquet")]
     with_body = [lm_args(name, text_column="body") for name in (*local, "someone/texts:english")]
     for args in (lm_args(tmp_path / "*.json.gz"), lm_args("c4"), *with_body):
-        files, held_out = inside.lm_texts(args)
-        assert held_out and sorted([*held_out, *inside.lm_train_texts(args, files)]) == sorted(texts)
+        assert inside.lm_all_texts(args) == sorted(texts)
 
 
 def write_rows(path, rows):
@@ -202,13 +200,11 @@ def test_a_folder_means_its_files(tmp_path):
     write_rows(tmp_path / "empty.jsonl", [{"text": text} for text in ("", " \n", None)])
     (tmp_path / "README.md").write_text("# Texts\n")
     args = lm_args(tmp_path)
-    files, held_out = inside.lm_texts(args)
-    assert sorted([*inside.lm_train_texts(args, files), *held_out]) == sorted(texts)
+    assert inside.lm_all_texts(args) == sorted(texts)
 
     card = "configs:\n- config_name: default\n  data_files: deeper/unit-test-docs.jsonl\n"
     (tmp_path / "README.md").write_text(f"---\n{card}---\n")
-    files, held_out = inside.lm_texts(args)
-    assert sorted([*inside.lm_train_texts(args, files), *held_out]) == sorted(texts[80:120])
+    assert inside.lm_all_texts(args) == sorted(texts[80:120])
 
 
 def test_short_texts_never_end_a_run(tmp_path):
@@ -364,35 +360,23 @@ def test_only_wikihow_is_repaired(title, tmp_path):
     assert pairs(tmp_path / "rows.csv") == sorted((row["text"], row["headline"]) for row in rows)
 
 
-def test_contents_alone_decide_the_order_and_what_is_held_out(tmp_path):
-    """Rows in another order, some of which have the same text, are the same articles in the same order. Where there are
-    more, none that was trained on is held out."""
+def test_contents_alone_decide_what_is_held_out(tmp_path):
+    """Of rows some have the same text. Where there are more, none that was trained on is held out."""
     rows = [{"text": TEXT.format(number // 3), "headline": f"s{number % 2}"} for number in range(600)]
     more = [{"text": TEXT.format(number), "headline": "s"} for number in range(200, 260)]
     train, validation = inside.t5_articles(write_csv(tmp_path / "rows.csv", rows))
-    random.Random(0).shuffle(rows)
-    again = inside.t5_articles(write_csv(tmp_path / "again.csv", rows))
-    assert [[*part] for part in again] == [[*train], [*validation]]
     assert not set(train["text"]) & set(validation["text"])
     _, validation = inside.t5_articles(write_csv(tmp_path / "more.csv", more + rows))
     assert not set(train["text"]) & set(validation["text"])
 
 
 def test_rouge_of_any_script():
-    """On ASCII text it is rouge_score's own, to the last digit."""
     texts = "Вымойте яблоки и груши.|洗苹果,然后切土豆。|اغسل التفاح ثم قشره.|हिन्दी की किताब।|りんごを洗う。"
     for text in texts.split("|"):
         assert inside.rouge(text, text) == [1, 1, 1]
         assert 0 < inside.rouge(text, text[: len(text) // 2])[0] < 1
         assert inside.rouge(text, "apples") == [0, 0, 0]
     assert 0 < inside.rouge("Вымойте яблоки", "Вымойте груши")[0] < 1
-    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
-    words = "The dogs' running dog's agreed U.S. 3,000 e-mail under_score nationally ties dying news -- x1y2".split()
-    choose = random.Random(0)
-    for _ in range(1000):
-        pair = [" ".join(choose.choices(words, k=choose.randint(0, 12))) for _ in range(2)]
-        pair[0] += "".join(choose.choices(string.printable, k=choose.randint(0, 9)))
-        assert inside.rouge(*pair) == [score.fmeasure for score in scorer.score(*pair).values()]
 
 
 @pytest.mark.long

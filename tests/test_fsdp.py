@@ -13,7 +13,7 @@ from conftest import SAVE_ON_CPU, VERSIONS, check_curves, curve, make_llama, mak
 from shared import patched
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
-from inside import LM_STRATEGIES, mnist_units
+from inside import LM_STRATEGIES
 
 pytestmark = pytest.mark.long
 
@@ -34,18 +34,6 @@ def read_collectives(folder, rank=0):
 
 
 # ---- T5 on two processes ---------------------------------------------------------------------------------------------
-@pytest.fixture
-def observe(tiny_model, articles_csv, tmp_path):
-    """Run T5 with each of some lists of flags; what it printed, and the folders of the runs."""
-
-    def run_each(*ways):
-        flags = (*T5, "--model", tiny_model, "--dataset", articles_csv)
-        settings = {tmp_path / str(number): (*flags, *way) for number, way in enumerate(ways)}
-        return run_many("t5_fsdp.py", settings, 2, change=("record_fsdp",)).stdout, list(settings)
-
-    return run_each
-
-
 def order_of(folder):
     """Of a step: where it gathers, computes and reduces."""
     letters = {"compute": "C", "allgather": "G", "allgather_base": "G", "reduce_scatter_base": "R"}
@@ -53,56 +41,48 @@ def order_of(folder):
     return "".join(letters.get(kind, "") for kind in kinds)
 
 
-def test_each_block_and_the_root_is_a_unit_of_which_a_process_holds_its_share(observe, tiny_model):
-    printed, folders = observe(*[("--fsdp-version", version, "--print-model") for version in VERSIONS])
-    assert printed.count("): FullyShardedDataParallel(") == 4  # of FSDP1
-    assert printed.count(": FSDPT5Block(") == 4  # of FSDP2
-
-    whole = AutoModelForSeq2SeqLM.from_pretrained(tiny_model)
-    share = 16 * whole.num_parameters() / 2 / 2**30
-    for version, folder in zip(VERSIONS, folders, strict=True):
-        for rank in (0, 1):
-            seen = torch.load(folder / f"model-{rank}.pt")
-            assert seen["units"] == 5
-            assert read_collectives(folder, rank)["state_gib"] == pytest.approx(share, rel=0.02)
-            assert seen["loads"] == (1 if version == 1 or rank == 0 else 0)  # FSDP2: rank 1 has shapes, then shards
-
-
 @pytest.mark.parametrize("version", VERSIONS)
-def test_precisions_decide_the_bytes_that_are_sent(version, observe, tiny_model):
-    """For each parameter: all are gathered, those of the blocks again in backward, and all gradients are reduced."""
-    expected = {"fp32": (4, 4), "bf16": (2, 2), "grad-bf16": (4, 2)}
-    _, folders = observe(*[("--fsdp-version", version, "--precision", name) for name in expected])
+def test_units_bytes_and_order_of_a_step_of_t5(version, tiny_model, articles_csv, tmp_path):
+    """Each block and the root is a unit, of which a process holds its share. Flags decide the rest."""
+    ways = {
+        "fp32": ("--print-model",),
+        "bf16": ("--precision", "bf16"),
+        "grad-bf16": ("--precision", "grad-bf16"),
+        "zero2": ("--sharding-strategy", "SHARD_GRAD_OP"),
+        "recomputing": RECOMPUTING,
+        "none": ("--backward-prefetch", "none"),
+    }
+    if version == 1:
+        ways["post"] = ("--backward-prefetch", "post")
+    flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--fsdp-version", version)
+    settings = {tmp_path / name: (*flags, *ways[name]) for name in ways}
+    printed = run_many("t5_fsdp.py", settings, 2, change=("record_fsdp",)).stdout
+    assert printed.count("): FullyShardedDataParallel(" if version == 1 else ": FSDPT5Block(") == 4
     model = AutoModelForSeq2SeqLM.from_pretrained(tiny_model)
     whole = model.num_parameters()
     blocks = sum(p.numel() for part in (model.encoder, model.decoder) for p in part.block.parameters())
-    for name, folder in zip(expected, folders, strict=True):
-        sent = read_collectives(folder)["second_step"]
+    for rank in (0, 1):
+        seen = torch.load(tmp_path / f"fp32/model-{rank}.pt")
+        assert seen["units"] == 5
+        state_gib = read_collectives(tmp_path / "fp32", rank)["state_gib"]
+        assert state_gib == pytest.approx(16 * whole / 2 / 2**30, rel=0.02)
+        assert seen["loads"] == (1 if version == 1 or rank == 0 else 0)  # FSDP2: rank 1 has shapes, then shards
+
+    # All parameters are gathered, those of the blocks again in backward, and all gradients are reduced.
+    for name, of_parameter, of_gradient in (("fp32", 4, 4), ("bf16", 2, 2), ("grad-bf16", 4, 2)):
+        sent = read_collectives(tmp_path / name)["second_step"]
         parts = {"allgather": 2, "allgather_base": 1}  # FSDP1 gathers two tensors, FSDP2 one
         gathered = sum(parts[kind] * size for kind, size in sent if kind in parts)
         reduced = sum(size for kind, size in sent if kind == "reduce_scatter_base")
-        of_parameter, of_gradient = expected[name]
         assert gathered == pytest.approx(of_parameter * (whole + blocks), rel=0.02), name
         assert reduced == pytest.approx(of_gradient * whole, rel=0.02), name
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_flags_decide_when_a_unit_is_gathered_and_what_is_saved(observe, version):
-    ways = [(), ("--sharding-strategy", "SHARD_GRAD_OP"), RECOMPUTING]
-    ways += [("--backward-prefetch", "none"), ("--backward-prefetch", "post")]
-    if version == 2:
-        ways.pop()
-    _, folders = observe(*[("--fsdp-version", version, *way) for way in ways])
-    plain, zero2, recomputing, none, *post = folders
-
-    assert order_of(zero2).count("G") == 5  # what is gathered is kept for backward
-    saved = [read_collectives(folder)["saved_bytes"] for folder in (plain, recomputing)]
+    assert order_of(tmp_path / "zero2").count("G") == 5  # what is gathered is kept for backward
+    saved = [read_collectives(tmp_path / name)["saved_bytes"] for name in ("fp32", "recomputing")]
     assert saved[1] < 0.5 * saved[0]
     # In backward the next block is gathered before this one computes, or when it is needed, or after this one computed.
-    assert order_of(plain).endswith("GC GCR GCR GCR CR R".replace(" ", ""))
-    assert order_of(none).endswith("GCR GCR GCR GCR R".replace(" ", ""))
-    for folder in post:
-        assert order_of(folder).endswith("GC GRC GRC GRC R R".replace(" ", ""))
+    assert order_of(tmp_path / "fp32").endswith("GC GCR GCR GCR CR R".replace(" ", ""))
+    assert order_of(tmp_path / "none").endswith("GCR GCR GCR GCR R".replace(" ", ""))
+    assert version == 2 or order_of(tmp_path / "post").endswith("GC GRC GRC GRC R R".replace(" ", ""))
 
 
 def test_a_models_own_settings_of_generation_are_kept_but_summaries_are_greedy(tmp_path, articles_csv):
@@ -230,14 +210,13 @@ def test_compile_makes_kernels_and_keeps_the_losses(tmp_path):
 
 
 # ---- MNIST -----------------------------------------------------------------------------------------------------------
-DEEP = {"", "fc1", "fc2.0", "fc2.1", "fc2.2", "fc2.3"}
-
-
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-@pytest.mark.parametrize("network, expected", [("shallow", {"", "fc1"}), ("nested", {""}), ("deep", DEEP)])
-def test_both_versions_make_the_same_units(network, expected):
-    """With the notebook's bound of 20,000 parameters, and with others."""
-    bounds = (20_000, 2_000_000) if network == "deep" else (20_000, 60, 200)
-    units = [mnist_units(network, 2, bound) for bound in bounds]
-    assert units[0] == expected != units[1]
-    assert units == [mnist_units(network, 1, bound) for bound in bounds]
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_module_of_many_parameters_becomes_a_unit(version, tmp_path):
+    """Counted without those of smaller units in it; what is left is the root. Both versions divide alike."""
+    expected = {20_000: ["fc1"], 1000: ["conv2", "fc1", "0"], 100: ["conv1", "conv2", "fc1", "0"]}
+    flags = ("--mode", "fsdp", "--model", "shallow", "--num-train-samples", 16, "--batch-size", 16, "--epochs", 1)
+    flags = (*flags, "--fsdp-version", version, "--print-model", "--output-dir", tmp_path, "--min-num-params")
+    printed = run_many("mnist_fsdp.py", [(*flags, bound) for bound in expected], 2).stdout
+    runs = re.split("^run  ", printed, flags=re.M)[1:]
+    units = [re.findall(r"\((\w+)\): (?:FSDP|FullyShardedDataParallel)", run) for run in runs]
+    assert units == [*expected.values()]

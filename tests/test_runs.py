@@ -1,6 +1,5 @@
 """Runs as users start them: scripts learn, save what they trained, compare, say what runs, and end when they should."""
 
-import json
 import math
 import os
 import re
@@ -12,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import pytest
-from conftest import AFTER_ADAM, CLOSE, ROOT, curve, hub, make_llama, records, run, run_many, started, succeed
+from conftest import CLOSE, ROOT, curve, hub, make_llama, make_model, records, run, run_many, started, succeed
+from plain import t5_samples
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
@@ -122,19 +122,14 @@ def test_rouge_is_that_of_the_summaries_on_any_number_of_processes(trained_t5, t
     flags = ("--model", trained_t5 / "best", "--num-train-samples", 48, "--num-validation-samples", NUM_VALIDATED)
     flags += ("--test-batch-size", 7, "--max-target-length", 40, "--max-steps", 1, "--precision", "fp32")
     flags += ("--no-save-model", "--output-dir", tmp_path)
-    succeed("t5_fsdp.py", *flags, processes=3, fork=True, change=["record_validation"])
+    succeed("t5_fsdp.py", *flags, processes=3, fork=True)
     articles = inside.t5_articles("builtin")[1].take(100)
-    references = articles["summary"][:]
-    validated = [json.loads((tmp_path / f"validated-{rank}.json").read_text()) for rank in range(3)]
-    assert [of_rank["batches"] for of_rank in validated] == [[7] * 5] * 3
-    assert sorted(text for of_rank in validated for text in of_rank["scored"]) == sorted(references)
-
     model, tokenizer = (kind.from_pretrained(trained_t5 / "best") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
-    batch = DataCollatorForSeq2Seq(tokenizer)([*inside.t5_tokenized(articles, tokenizer, 512, 40)])
+    batch = DataCollatorForSeq2Seq(tokenizer)(t5_samples(articles, tokenizer, 512, 40))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=40), skip_special_tokens=True)
     scorer = RougeScorer(ROUGE, use_stemmer=True)
-    scores = [scorer.score(reference, text) for reference, text in zip(references, texts, strict=True)]
+    scores = [scorer.score(reference, text) for reference, text in zip(articles["summary"], texts, strict=True)]
     for name in ROUGE:
         expected = sum(of_one[name].fmeasure for of_one in scores) / len(scores)
         assert curve(trained_t5, name)[-1] == pytest.approx(expected, abs=0.005)  # a word, where two are as likely
@@ -185,48 +180,16 @@ def test_the_peak_is_that_of_the_whole_name_of_a_gpu():
         assert inside.lm_peak_tflops(name) == peak
 
 
-def test_a_replica_of_the_hybrids_is_a_node_unless_told_otherwise():
-    """Replicas and shards of 8 processes, two on a node."""
-    expected = {"FULL_SHARD": (1, 8), "SHARD_GRAD_OP": (1, 8), "NO_SHARD": (8, 1)}
-    for strategy in inside.LM_STRATEGIES:
-        args = inside.parse("lm_multinode.py", "--sharding-strategy", strategy)
-        assert inside.lm_mesh_shape(args, 8, per_node=2) == expected.get(strategy, (4, 2))
-        args.shards_per_replica = 4
-        assert inside.lm_mesh_shape(args, 8, per_node=2) == expected.get(strategy, (2, 4))
-
-
-@pytest.mark.long
-def test_pretrained_models_are_read_trained_and_exported(tmp_path):
-    """As Llama 3.2's smaller ones: an output layer that is the embedding stays it, and every process has the scaled
-    frequencies of rank 0. Dropout is on."""
-    positions = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16}
-    positions |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    changes = {"tie_word_embeddings": True, "rope_parameters": positions, "max_position_embeddings": 64}
-    plain = make_llama(tmp_path / "plain", **changes)
-    dropout = make_llama(tmp_path / "dropout", attention_dropout=0.5, **changes)
-    flags = (*SMALL_LM, "--max-steps", 3, "--lr", 0.01)
-    settings = {tmp_path / f"{model.name}-run": (*flags, "--model", model) for model in (plain, dropout)}
-    run_many("lm_multinode.py", settings, 2)
-    first, last = records(tmp_path / "plain-run", "val_loss")
-    assert first["val_loss"] == pytest.approx(lm_loss(plain, 32, 3), **CLOSE)
-    assert last["val_loss"] != pytest.approx(first["val_loss"], **AFTER_ADAM)
-    exported = tmp_path / "plain-run" / "model"
-    model = AutoModelForCausalLM.from_pretrained(exported)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert lm_loss(exported, 32, 3) == pytest.approx(last["val_loss"], **CLOSE)
-    assert abs(curve(tmp_path / "dropout-run")[0] - curve(tmp_path / "plain-run")[0]) > 1e-4
-
-
 @pytest.mark.long
 def test_strategies_are_compared(tmp_path, tiny_llama):
-    """A row for each, least memory first: the state by its shards; the share of the peak by PaLM's formula. That the
-    folder has a checkpoint does not matter."""
+    """A row for each, least memory first: the state by its shards, which for the hybrids are those of a node; the share
+    of the peak by PaLM's formula. That the folder has a checkpoint does not matter."""
     (tmp_path / "checkpoints" / "step-0000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-0000001" / ".metadata").touch()
     processes, shards = 4, 2
     flags = (*SMALL_LM, "--model", tiny_llama, "--compare-strategies", "--peak-tflops", 0.5, "--no-save-model")
-    flags += ("--shards-per-replica", shards, "--output-dir", tmp_path)
-    finished = succeed("lm_multinode.py", *flags, processes=processes, fork=True)
+    flags = (*flags, "--output-dir", tmp_path)
+    finished = succeed("lm_multinode.py", *flags, processes=processes, fork=True, per_node=shards)
     rows = records(tmp_path, "strategy")
     assert [row["strategy"] for row in rows] == list(inside.LM_STRATEGIES)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
@@ -244,11 +207,27 @@ def test_strategies_are_compared(tmp_path, tiny_llama):
         assert re.search(shown, finished.stdout, re.MULTILINE)
 
 
+@pytest.mark.long
+def test_a_pretrained_model_trains_with_its_dropout(tmp_path):
+    """It comes in eval()."""
+    losses = []
+    for share in (0.0, 0.5):
+        models = {
+            "lm_multinode.py": make_llama(tmp_path / f"llama{share}", attention_dropout=share),
+            "t5_fsdp.py": make_model(tmp_path / f"t5{share}", dropout_rate=share),
+        }
+        for script, model in models.items():
+            flags = ("--model", model, "--max-steps", 1, "--log-every", 1, "--no-save-model")
+            run_many(script, {model / "output": flags}, 1)
+            losses += curve(model / "output")
+    assert abs(losses[0] - losses[2]) > 1e-4 and abs(losses[1] - losses[3]) > 1e-4
+
+
 # ---- What is asked of the Hub ----------------------------------------------------------------------------------------
 @pytest.mark.long
 @pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
 def test_one_process_asks_the_hub(script, tiny_llama, tiny_model, articles_csv, tmp_path):
-    """Of all processes of a node one, for config, tokenizer and data; rank 0 for the weights."""
+    """Of all processes of a node one, for config and tokenizer; rank 0 for the weights."""
     folder, flags = tiny_llama, SMALL_LM
     if script == "t5_fsdp.py":
         folder, flags = tiny_model, ("--dataset", articles_csv, "--num-validation-samples", 3)
@@ -262,10 +241,6 @@ def test_one_process_asks_the_hub(script, tiny_llama, tiny_model, articles_csv, 
         requests.append(sorted(asked))
     assert any("model.safetensors" in request for request in requests[0])
     assert requests[0] == requests[1]
-
-    flags = (*flags, "--model", folder, "--output-dir", tmp_path)
-    run_many(script, [flags], 2, change=("record_readers",))
-    assert (tmp_path / "readers").read_text() == "0"
 
 
 # ---- How runs end ----------------------------------------------------------------------------------------------------

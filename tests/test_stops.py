@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from conftest import curve, losses, run, run_many, started
 
-import inside
-
 LM = (
     *("--max-steps", 50, "--warmup-steps", 2, "--log-every", 1, "--validate-every", 0, "--num-validation-texts", 3),
     *("--seq-length", 32, "--global-batch-size", 160, "--micro-batch-size", 2, "--precision", "fp32"),
@@ -62,14 +60,6 @@ def test_a_stop_of_the_group_is_saved(name, worker_start, tiny_llama, tmp_path):
 
 
 @pytest.mark.long
-def test_a_stop_is_saved_though_nobody_reads_any_more(tiny_llama, tmp_path):
-    """Here what rank 0 prints fails from the first step on, which is where it is told to stop."""
-    flags = (*LM, "--model", tiny_llama, "--log-every", 10, "--output-dir", tmp_path)
-    run("lm_multinode.py", *flags, processes=1, fork=True, change=("stop_without_reader", 1))
-    assert (tmp_path / "checkpoints/step-0000002/.metadata").exists()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("nohup, processes", [(False, 1), (False, 2), (True, 2)])
 def test_a_terminal_that_closes(nohup, processes, tiny_llama, tmp_path, monkeypatch):
     """Nobody reads from then on: printing fails. The run saves and ends; under nohup it goes on to its end."""
@@ -113,27 +103,9 @@ def test_a_killed_process_leaves_none_behind(tiny_llama, tmp_path):
 
 
 @pytest.mark.long
-def test_each_process_has_one_socket_for_each_other(tmp_path):
-    """With the usual limit of 1,024 files 500 processes can meet, also where a hybrid makes groups of its own."""
-    script = tmp_path / "sockets.py"
-    script.write_text(inside.SOCKETS)
-    counts = []
-    for processes in (2, 4):
-        printed = run(script, processes=processes, fork=True, check=True).stdout
-        counts.append(int(re.search(r"^sockets (\d+)$", printed, re.M)[1]))
-    assert counts[1] - counts[0] == 2
-
-
-@pytest.mark.long
-def test_a_taken_port_does_no_harm(tiny_llama, tmp_path):
-    flags = (*LM, "--model", tiny_llama, "--max-steps", 1, "--no-save-model", "--output-dir", tmp_path)
-    run_many("lm_multinode.py", [flags], 2, change=("take_next_port",))
-
-
-@pytest.mark.long
 def test_a_second_ctrl_c_ends_a_run_of_one_process(tiny_llama, tmp_path):
     """At once, also where it waits for texts that never come; here, in a step."""
     flags = (*LM, "--model", tiny_llama, "--output-dir", tmp_path)
-    finished = run("lm_multinode.py", *flags, processes=1, fork=True, change=("interrupt_twice", 2))
+    finished = run("lm_multinode.py", *flags, processes=1, fork=True, change=("signal_in_step", 0, 2, "SIGINT", 2))
     assert finished.returncode == 130 and "Traceback" not in finished.stderr
     assert list(losses(tmp_path)) == [1]
