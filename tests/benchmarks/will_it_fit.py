@@ -366,7 +366,8 @@ def answer(options, flags: list[str]) -> None:
             rows.append(row)
 
     fitting = [value for value, peak in peaks.items() if peak <= usable]
-    verdict = f"a process needs {min(peaks.values()) / GIB:.2f} GiB, and may fill {usable / GIB:.1f} of {gib:g}"
+    needs = f"needs {'at least ' if name else ''}{min(peaks.values()) / GIB:.2f} GiB"
+    verdict = f"a process {needs}, and may fill {usable / GIB:.1f} of {gib:g}"
     if fitting:
         print(f"yes{f', with --{name} ' if name else ''}{' or '.join(fitting)}: {verdict}")
     else:
