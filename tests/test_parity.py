@@ -255,7 +255,9 @@ def test_transformers_own_trainer_learns_the_same(
         samples = list(itertools.chain.from_iterable(steps[:STEPS]))
     else:
         samples = lm_samples(parse(script, *LM, "--dataset", texts, "--seed", SEED), tokenizer, STEPS)
-    train(script, {"ours": ("--model", model)}, processes)
+    # The decay of both is AdamW's in tests/oracle.py.
+    decay = () if kind == "T5" else ("--weight-decay", 0.1)
+    train(script, {"ours": ("--model", model, *decay)}, processes)
 
     task = {"model": str(model), "samples": samples, "batch_size": GLOBAL_BATCH, "micro_batch_size": 3, "log_every": 1}
     task["rates"] = curve(tmp_path / "ours", "lr")
