@@ -430,7 +430,6 @@ FORMATS = {
     "peak_gib": ".2f",
     "mfu": ".2f",
     "strategy": "19",
-    "mesh": "",
 }
 
 

@@ -742,7 +742,6 @@ def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_
     """Time a few steps under each strategy, with this model on these machines. A collective."""
     for strategy in RESHARD:
         args.sharding_strategy = strategy
-        replicas, shards = mesh_shape(args, world)
         common.peak_gib(world.device)  # counts anew from here
         model, optimizer = build(args, world, full_model, meta_model)
         times = []
@@ -757,7 +756,6 @@ def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_
         speed = args.global_batch_size * args.seq_length / seconds
         record = {
             "strategy": strategy,
-            "mesh": f"{replicas} x {shards}",
             "tokens/s": speed,
             "state_gib": common.state_gib(model, optimizer),
             "peak_gib": common.peak_gib(world.device),

@@ -33,12 +33,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision import datasets
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -58,19 +58,15 @@ def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
     collective."""
     # XPU: the mesh is of "xpu", and FSDP2 moves the model to it: no model.to.
     mesh = init_device_mesh(world.device.type, (world.size,))
-    modules = list(model.modules())[1:]  # without the root
-    for module in reversed(modules):  # children before parents
+    for module in reversed(list(model.modules())):  # children before parents, the root last
         sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
         # FSDP1's policy decides here too. It skips containers such as ModuleList, whose forward
         # nobody calls.
-        if size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params):
-            fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-    # XPU: oneCCL cannot average on every machine, and FSDP2 would ask it to.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
+        is_large = size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params)
+        if is_large or module is model:
+            unit = fully_shard(module, mesh=mesh)
+            # XPU: oneCCL cannot average on every machine, and FSDP2 would ask it to.
+            unit.set_force_sum_reduction_for_comms(True)
     return model
 
 
@@ -145,17 +141,15 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
         ImageDraw.Draw(picture).text((14, 14), digit, fill=255, font=font, anchor="mm")
         glyphs.append(pil_to_tensor(picture) / 255)
 
-    generator = torch.Generator().manual_seed(seed)
-    labels = torch.randint(10, (count,), generator=generator)
-    change = torch.empty(count, 2, 3).uniform_(-0.25, 0.25, generator=generator)
-    change += 1.2 * torch.eye(2, 3)
+    torch.manual_seed(seed)
+    labels = torch.randint(10, (count,))
+    change = torch.empty(count, 2, 3).uniform_(-0.25, 0.25) + 1.2 * torch.eye(2, 3)
     grid = F.affine_grid(change, [count, 1, 28, 28], align_corners=False)
     images = F.grid_sample(torch.stack(glyphs)[labels], grid, align_corners=False)
-    noise = torch.randn(images.shape, generator=generator)
-    return TensorDataset(images + 0.1 * noise, labels)
+    return TensorDataset(images + 0.1 * torch.randn_like(images), labels)
 
 
-def load_digits(args, world) -> tuple[Dataset, Dataset]:
+def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
     """Images to train on and to test on: drawn, or MNIST's, which one process of a node downloads.
     A collective."""
     if args.dataset == "builtin":
@@ -172,8 +166,7 @@ def load_digits(args, world) -> tuple[Dataset, Dataset]:
         images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
         normalized.append(TensorDataset(images, digits.targets))
     train_set, test_set = normalized
-    count = args.num_train_samples or len(train_set)
-    return Subset(train_set, range(min(count, len(train_set)))), test_set
+    return TensorDataset(*train_set[: args.num_train_samples or None]), test_set
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
@@ -204,13 +197,12 @@ def evaluate(world, model, loader) -> tuple[float, float]:
         labels = labels.to(world.device)
         outputs = model(images.to(world.device))
 
-        # Every rank must take part in every forward pass, so the sampler repeats samples; those do
-        # not count.
+        # Every rank must take part in every forward pass, so the sampler repeats images. Those do
+        # not count: nll_loss ignores labels of -100, and nothing equals them.
         numbers = first + world.size * torch.arange(len(labels), device=world.device)
-        is_real = numbers < len(loader.dataset)
-        losses = F.nll_loss(outputs, labels, reduction="none")
-        totals[0] += losses[is_real].sum()
-        totals[1] += (outputs.argmax(dim=1) == labels)[is_real].sum()
+        labels[numbers >= len(loader.dataset)] = -100
+        totals[0] += F.nll_loss(outputs, labels, reduction="sum")
+        totals[1] += (outputs.argmax(dim=1) == labels).sum()
         first += world.size * len(labels)
     loss_sum, correct = common.sum_over_ranks(totals)
     return loss_sum / len(loader.dataset), correct / len(loader.dataset)
@@ -221,14 +213,13 @@ def evaluate(world, model, loader) -> tuple[float, float]:
 
 def parse_args():
     parser = common.make_parser(__doc__)
-    at_least_0 = common.at_least(0)
     at_least_1 = common.at_least(1)
     number = common.at_least(0, float)
 
     add = parser.add_argument_group("data and model").add_argument
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
-    add("--num-train-samples", default=6400, type=at_least_0, help="0 for all")
+    add("--num-train-samples", default=6400, type=common.at_least(0), help="0 for all")
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=at_least_1, help="passes over the images")
@@ -280,8 +271,10 @@ def main(args, world):
         start = time.perf_counter()
         loss, num_samples = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
         speed = num_samples / (time.perf_counter() - start)
-        peak_gib = common.peak_gib(world.device)
-        state_gib = common.state_gib(model, optimizer)
+        memory = {
+            "peak_gib": common.peak_gib(world.device),
+            "state_gib": common.state_gib(model, optimizer),
+        }
         test_loss, accuracy = evaluate(world, model, test_loader)
         record = {
             "epoch": epoch,
@@ -289,11 +282,10 @@ def main(args, world):
             "test_loss": test_loss,
             "accuracy": accuracy,
             "samples/s": speed,
-            "state_gib": state_gib,
-            "peak_gib": peak_gib,
         }
         log.metrics(record)
         scheduler.step()
+    log.metrics(memory)
 
     # XPU: an event has no time before the device has come to it.
     if world.device.type == "xpu":
@@ -304,10 +296,8 @@ def main(args, world):
     if args.save_model:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(model, options=options)  # a collective; full on rank 0
-        folder = args.output_dir / "shallow"
         if world.rank == 0:
-            folder.mkdir(exist_ok=True)
-            (folder / "model.safetensors").write_bytes(save(weights))
+            (args.output_dir / "model.safetensors").write_bytes(save(weights))
     log.print(f"metrics  {log.path}")
 
 
