@@ -366,9 +366,9 @@ def compare_both_halves(args):
     """Run each half in processes of its own, which have their own peak of memory and leave a GPU
     empty, and print the last epoch of each network side by side."""
     start = time.perf_counter()
-    # Only to measure, as it is slow: glibc returns freed blocks of a MB or more to Linux, so that
-    # the peak of a process counts only what it holds.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1000000")
+    # Only to measure, as it is slow: glibc returns freed blocks of 100 KB or more to Linux, so that
+    # the peak of a process counts only what it holds. Smaller ones stay, as the threads left them.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "100000")
     # So each block has new pages, which are dear in a virtual machine: of huge ones it needs fewer.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     common.start_processes(1, "--mode", "local")
