@@ -87,14 +87,14 @@ def test_equal_layers_learn_the_same_on_any_number_of_processes(tmp_path):
         for name, size in sizes.items():
             assert sum(parameter.numel() for parameter in inside.NETWORKS[name]().parameters()) == size
 
-    flags = ("--num-train-samples", 1280, "--epochs", 2, "--output-dir", tmp_path, "--model", "layers")
-    finished = succeed("mnist_fsdp.py", *flags, "shallow")  # a real command, whose processes return freed memory
+    flags = ("--model", "layers", "--epochs", 2, "--output-dir", tmp_path)
+    finished = succeed("mnist_fsdp.py", *flags)  # a real command, whose processes return freed memory
     assert f"{sizes['layers']:,}" in finished.stdout
     for processes, version in ((1, 2), (4, 1)):
         more = ("--mode", "fsdp", "--fsdp-version", version, "--print-model")
         finished = succeed("mnist_fsdp.py", *flags, *more, processes=processes, fork=True)
     assert finished.stdout.count("(fc1): FullyShardedDataParallel(") == 1
-    rows = [row for row in records(tmp_path, "loss") if row["network"] == "layers"]
+    rows = records(tmp_path, "loss")
     local, sharded = rows[:2]
     assert [row["processes"] for row in rows] == [1, 2, 1, 4]
     assert local["accuracy"] > 0.2  # of ten digits; 0.38 was seen
@@ -105,13 +105,6 @@ def test_equal_layers_learn_the_same_on_any_number_of_processes(tmp_path):
         assert row["accuracy"] == pytest.approx(local["accuracy"], abs=6e-4), row  # but for one image
     if not math.isnan(local["peak_gib"]):  # which not every system tells
         assert local["peak_gib"] - sharded["peak_gib"] > (local["state_gib"] - sharded["state_gib"]) / 2
-        # Of one network only: nothing is left of what another one held before.
-        succeed("mnist_fsdp.py", *flags, "--model", "shallow", "--output-dir", tmp_path / "alone")
-        after, alone = (
-            [row["peak_gib"] for row in records(folder, "loss") if row["network"] == "shallow"]
-            for folder in (tmp_path, tmp_path / "alone")
-        )
-        assert after == pytest.approx(alone, rel=0.05)  # 1.01 of it was seen, and 1.13 where blocks of 500 KB stay
 
 
 # ---- T5 --------------------------------------------------------------------------------------------------------------
