@@ -271,7 +271,7 @@ def read_for_ever(script, steps):
     iterate = script.Sequences.__iter__
 
     def iterate_and_wait(self):
-        yield from itertools.islice(iterate(self), steps)
+        yield from itertools.islice(iterate(self), steps * len(self.streams) * self.micro_batch_size)
         time.sleep(400)
 
     script.Sequences.__iter__ = iterate_and_wait
