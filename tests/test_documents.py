@@ -100,3 +100,8 @@ def test_every_table_renders():
             head, ruler, *rows = [re.split(r"(?<!\\)\|", row.strip())[1:-1] for row in table.splitlines()]
             assert all(re.fullmatch(r" *:?-+:? *", cell) for cell in ruler), (page.name, head)
             assert {len(row) for row in (ruler, *rows)} == {len(head)}, (page.name, head)
+
+
+def test_the_lines_of_fsdp_are_those_of_the_script():
+    [lines] = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.S)
+    assert lines in (ROOT / "lm_multinode.py").read_text()
