@@ -39,8 +39,8 @@ def test_the_lm_offloads_and_resumes(processes, tmp_path):
     saved = curve(tmp_path / "plain", "peak_gib")[-1] - curve(tmp_path / "offload", "peak_gib")[-1]
     assert saved > 0.7 * 12 * lm_num_parameters("tiny", 2048) / processes / 2**30
 
-    ways = [("plain", FOUND.type, processes), ("offload", FOUND.type, processes)]
-    for name, device, count in (*ways, ("plain", "cpu", processes), ("plain", FOUND.type, 1)):
+    ways = {("plain", FOUND.type, processes), ("offload", FOUND.type, processes)}
+    for name, device, count in ways | {("plain", "cpu", processes), ("plain", FOUND.type, 1)}:
         again = tmp_path / f"{name} {device} {count} again"
         shutil.copytree(tmp_path / name / "checkpoints/step-0000002", again / "checkpoints/step-0000002")
         printed = run_many("lm_multinode.py", {again: (*runs[name], "--resume")}, count, device=device).stdout
