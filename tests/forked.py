@@ -63,7 +63,7 @@ def run_settings(script, settings, change):
     port = int(os.environ.get("MASTER_PORT", 0))
     for number, arguments in enumerate(settings):
         if port:
-            os.environ["MASTER_PORT"] = str(port + number)
+            os.environ["MASTER_PORT"] = str(port + 2 * number)  # of a high port the script takes half
         sys.argv = [script, *arguments]
         if change:
             inside = importlib.import_module("inside")
@@ -110,7 +110,7 @@ def launch(script, settings, processes, environment, timeout, change=(), per_nod
     if processes:
         per_node = per_node or processes
         # Each setting has a port of its own, and the script takes the next but one.
-        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(len(settings) + 2)}
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(2 * len(settings) + 1)}
         shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
         environments = []
         for rank in range(processes):
