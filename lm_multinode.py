@@ -132,10 +132,10 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     for module in embedding_and_head(model):
-        # Not freed after forward. Else FSDP would gather both again for backward: the output layer
-        # at once, and the embedding for nothing.
+        # Not freed after forward: backward begins with the output layer, and for the embedding it
+        # needs no parameters.
         fully_shard(module, reshard_after_forward=False, **options)
-    fully_shard(model, **options)  # the root unit
+    fully_shard(model, **options)  # the root unit: all other parameters
 
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.device.type == "xpu":

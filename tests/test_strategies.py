@@ -12,17 +12,14 @@ from inside import LM_STRATEGIES
 
 
 def chosen_by_the_table(state, parameters, per_node, nodes, memory):
-    """The strategies that the first row that is true names. The row for slow links is another answer, DiLoCo's recipe,
-    which learns otherwise: without it the hybrids above that row are for all links."""
+    """The strategy of the first row that fits."""
     section = re.search(r"^## Which strategy\?\n(.+?)^## ", (ROOT / "README.md").read_text(), re.M | re.S)[1]
-    rows = re.findall(r"^\| (one|several)(?:, .+?)? \|.*\| (.+?) \| (.+) \|$", section, re.M)
-    for where, condition, take in rows:
-        if (where == "one") != (nodes == 1) or "diloco" in take.lower():
-            continue
-        shards = per_node * nodes if "all nodes" in condition else per_node
-        needed = state / shards + (parameters if "all parameters" in condition else 0)
-        if needed <= memory:
-            return [name for name in re.findall(r"`(\w+)`", take) if name in LM_STRATEGIES]
+    rows = re.findall(r"^\| (one|several) \| 16/(n|s)( \+ 2)? \| `(\w+)`", section, re.M)
+    assert len(rows) == 6
+    for where, shards, gathered, strategy in rows:
+        needed = state / (per_node * nodes if shards == "n" else per_node) + bool(gathered) * parameters
+        if (where == "one") == (nodes == 1) and needed <= memory:
+            return strategy
 
 
 @pytest.mark.long
@@ -55,5 +52,4 @@ def test_the_table_of_strategies_takes_what_the_tool_finds_the_fastest(model):
             [fastest] = [
                 row["strategy"] for row in will_it_fit.mark_the_fastest(rows) if "<-" in row["what takes the time"]
             ]
-            chosen = chosen_by_the_table(state, parameters, 8, nodes, usable - activations)
-            assert fastest in chosen, (name, gbits)
+            assert fastest == chosen_by_the_table(state, parameters, 8, nodes, usable - activations), (name, gbits)
