@@ -548,13 +548,13 @@ def load_checkpoint(path: Path, args, must_match: list[str], model, optimizer) -
     return progress
 
 
-def load_pretrained(kind, name: str):
+def load_pretrained(kind, name: str, **options):
     """`kind.from_pretrained(name)`: of a folder, or of the Hub. Raises UserError that names it."""
     try:
-        return kind.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        return kind.from_pretrained(name, **options)
+    except Exception as error:  # each library that reads a file has its own
         place = "" if Path(name).exists() else " is no folder here, and on the Hub it"
-        what = kind.__name__.removeprefix("Auto").lower()
+        what = kind.__name__.removeprefix("Auto")
         raise UserError(f"{name}{place} has no {what} to read: {error}") from error
 
 

@@ -311,10 +311,11 @@ MODELS = {
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
     torch.manual_seed(args.seed)
+    kind = AutoModelForCausalLM
     if args.model in MODELS:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     else:
-        model = AutoModelForCausalLM.from_pretrained(args.model, config=config, dtype=torch.float32)
+        model = common.load_pretrained(kind, args.model, config=config, dtype=torch.float32)
     return model.train()  # a pretrained one comes in eval()
 
 
@@ -418,7 +419,7 @@ def naming(source: str):
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()) or "it is empty"  # StopIteration, of datasets
         raise common.UserError(f"cannot read {source}: {reason}") from error
 
 
@@ -524,7 +525,8 @@ def load_texts(args) -> tuple[list[DataFile], list[str], list[str]]:
             break
     if not held_out:
         raise common.UserError(
-            f"--dataset {args.dataset} has no files, or too few texts to hold some out"
+            f"--dataset {args.dataset} has too few texts in column {args.text_column} to hold some"
+            f" out: {len(to_train)} in {len(files)} files"
         )
 
     if dist.get_rank() == 0:

@@ -337,12 +337,11 @@ class RougeTokenizer(PorterStemmer):
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
     torch.manual_seed(args.seed)
+    kind = AutoModelForSeq2SeqLM
     if args.model == "builtin":
-        model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     else:
-        model = AutoModelForSeq2SeqLM.from_pretrained(
-            args.model, config=config, dtype=torch.float32
-        )
+        model = common.load_pretrained(kind, args.model, config=config, dtype=torch.float32)
     return model.train()  # a pretrained one comes in eval()
 
 

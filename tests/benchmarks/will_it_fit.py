@@ -378,8 +378,9 @@ def answer(options, flags: list[str]) -> None:
         print(f"\na step on {nodes}, on the {gpu.name} with {gpu.link_gbytes} GB/s to the others of its node:")
         print_table(mark_the_fastest(found))
     kernels = cost["kernels"]
+    which = f" with --{name} {value}" if name else ""
     print(
-        f"\ncomputing: {kernels.product_seconds:.3g} s of matrix products and attention,"
+        f"\ncomputing{which}: {kernels.product_seconds:.3g} s of matrix products and attention,"
         f" {kernels.memory_seconds:.3g} s of memory traffic, in {kernels.count:,} kernels"
     )
     if kernels.host_may_be_the_limit:
