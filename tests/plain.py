@@ -56,7 +56,7 @@ def train_and_validate(model, optimizer, batches, to_validate, loss_of, schedule
 
 def lm_batches(args, tokenizer, **script):
     """Yield the sequences of each step, of all processes, as one batch."""
-    for micro_batches, _ in lm_steps(args, tokenizer, **script):
+    for micro_batches in lm_steps(args, tokenizer, **script):
         yield {name: np.concatenate([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
 
 

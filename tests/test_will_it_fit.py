@@ -142,29 +142,29 @@ def test_frozen_weights_have_no_gradients(name, tiny_model, tiny_llama, articles
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "FULL_SHARD every", "HYBRID_SHARD", "NO_SHARD"])
-def test_what_is_sent_is_what_the_formulas_say(strategy):
+def test_what_is_sent_is_what_the_formulas_say():
     """Those of docs/multi-node.md: two micro-batches in bf16 on two nodes of two processes."""
-    name, _, sync = strategy.partition(" ")
-    flags = ("--sharding-strategy", name, "--precision", "bf16", "--num-processes", 4, "--global-batch-size", 32)
-    flags = (*flags, "--gradient-sync", sync or "last")
     options = Namespace(vocabulary=2048, per_node=2, attention="gpu")
-    with will_it_fit.traced("lm_multinode.py", flags, options) as run:
+    flags = ("--precision", "bf16", "--num-processes", 4, "--global-batch-size", 32, "--sharding-strategy")
+    with will_it_fit.traced("lm_multinode.py", [*flags, "FULL_SHARD"], options) as run:
         whole, layers = (sum(p.numel() for p in part.parameters()) for part in (run.model, run.model.model.layers))
-        cost = run.cost()
-    gathered, reduced = 2 * 2 * (whole + layers), 4 * whole
-    everything = 3 / 4 * (gathered + reduced)  # leaves a node once, of two processes
-    in_replica = 1 / 2 * (gathered + 2 * reduced)  # after each micro-batch
-    every = 3 / 4 * (gathered + 2 * reduced)
+    once, twice, reduced = 2 * whole, 2 * 2 * (whole + layers), 4 * whole
+    # Inside a node and between nodes. Of two processes of a node one sends the other's, too.
     expected = {
-        "FULL_SHARD": (everything / 2, everything / 2),
-        "FULL_SHARD every": (every / 2, every / 2),
-        "HYBRID_SHARD": (in_replica, reduced / 2),
-        "NO_SHARD": (3 / 4 * reduced, 3 / 4 * reduced),
+        "FULL_SHARD": [3 / 8 * (twice + reduced)] * 2,
+        "FULL_SHARD --gradient-sync every": [3 / 8 * (twice + 2 * reduced)] * 2,
+        "SHARD_GRAD_OP": [3 / 8 * (once + reduced)] * 2,
+        "HYBRID_SHARD": [1 / 2 * (twice + 2 * reduced), reduced / 2],  # in each replica after each micro-batch
+        "HYBRID_SHARD --shards-per-replica 4": [3 / 8 * (twice + reduced)] * 2,
+        "_HYBRID_SHARD_ZERO2": [1 / 2 * (once + 2 * reduced), reduced / 2],
+        "NO_SHARD": [3 / 4 * reduced] * 2,
     }
-    assert (cost["inside"], cost["between"]) == pytest.approx(expected[strategy], rel=0.01)
     per_token = 6 * (whole - 2048 * 128) + 12 * 2 * 128 * 128  # PaLM's appendix B
-    assert cost["kernels"].model_flops == pytest.approx(8 * 128 * per_token, rel=0.01)
+    for strategy, sent in expected.items():
+        with will_it_fit.traced("lm_multinode.py", [*flags, *strategy.split()], options) as run:
+            cost = run.cost()
+        assert [cost["inside"], cost["between"]] == pytest.approx(sent, rel=0.01), strategy
+        assert cost["kernels"].model_flops == pytest.approx(8 * 128 * per_token, rel=0.01)
 
 
 @pytest.mark.long
