@@ -2,16 +2,17 @@
 
 import functools
 import itertools
+import math
 import random
 
 import torch
 import torch.nn.functional as F
 
 import numpy as np
-from transformers import DataCollatorForSeq2Seq
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from inside import lm_steps
+from inside import lm_held_out, lm_steps, parse
 
 
 def adamw(model, weight_decay):
@@ -52,6 +53,29 @@ def train_and_validate(model, optimizer, batches, to_validate, loss_of, schedule
     losses = [functools.partial(loss_of, model, batch) for batch in batches]
     curves = train_plainly(optimizer, losses, schedule, clip)
     return (*curves, [before, validate(model).item()]), validate
+
+
+def lm_rate(args, step):
+    """A warm-up to the highest, then a cosine to a tenth of it."""
+    if step < args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    rest = args.max_steps - args.warmup_steps
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - args.warmup_steps) / max(1, rest))))
+
+
+def train_lm(model, tokenizer, args, loss_of=cross_entropy, **script):
+    """As `train_and_validate`."""
+    batches = itertools.islice(lm_batches(args, tokenizer, **script), args.max_steps)
+    held_out = lm_held_out(args, tokenizer, **script)
+    rate = functools.partial(lm_rate, args)
+    return train_and_validate(model, adamw(model, args.weight_decay), batches, held_out, loss_of, rate)
+
+
+def lm_validation_loss(folder, *flags, **loading):
+    """Of a model in a folder, with nothing but transformers and the texts."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, **loading), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return cross_entropy(model, lm_held_out(parse("lm_multinode.py", *flags), tokenizer)).item()
 
 
 def lm_batches(args, tokenizer, **script):
@@ -98,3 +122,12 @@ def t5_ordered(samples, batch_size, seed=1):
 def t5_batches(samples, tokenizer, batch_size, seed=1):
     """Of each step of the first epoch, padded; `model(**batch).loss` is the mean over its target tokens."""
     return list(map(DataCollatorForSeq2Seq(tokenizer), t5_ordered(samples, batch_size, seed)))
+
+
+def train_t5(model, tokenizer, samples, batch_size, held_out, steps, rate, seed=1):
+    """As `train_and_validate`. `samples`: to train on and to validate on, of which the first ones are."""
+    to_train, to_validate = samples
+    batches = t5_batches(to_train, tokenizer, batch_size, seed)[:steps]
+    [whole] = t5_batches(to_validate[:held_out], tokenizer, held_out)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return train_and_validate(model, optimizer, batches, whole, t5_loss, lambda step: rate)

@@ -9,15 +9,14 @@ import math
 from argparse import Namespace
 
 import torch
-import torch.nn.functional as F
 
 import pytest
 from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, VERSIONS, curve, fsdp, make_model, make_tokenizer, run_many
-from plain import t5_batches, t5_loss, t5_samples
+from plain import lm_validation_loss, t5_batches, t5_loss, t5_samples
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 
-from inside import LM_STRATEGIES, lm_held_out, lm_mfu_per_token_per_second, lm_model, parse, t5_articles, world_of
+from inside import LM_STRATEGIES, lm_mfu_per_token_per_second, lm_model, parse, t5_articles, world_of
 
 LENGTH = 32
 STEPS = 3
@@ -71,13 +70,7 @@ def causal(tmp_path_factory):
 
 
 def eager_loss(folder):
-    """The validation loss, with nothing but transformers."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = lm_held_out(parse("lm_multinode.py", *LM), tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    with torch.no_grad():
-        logits = model(torch.from_numpy(rows["input_ids"])).logits
-    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows["labels"]).flatten()).item()
+    return lm_validation_loss(folder, *LM, attn_implementation="eager")
 
 
 def check_model(model, folder):
@@ -158,7 +151,6 @@ T5 = (*T5, "--max-target-length", 15, "--log-every", 1, "--precision", "fp32")
 
 
 def load_and_validate(folder, articles_csv):
-    """A model and its validation loss, without FSDP."""
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
     _, articles = t5_articles(articles_csv)
     [batch] = t5_batches(t5_samples(articles, tokenizer, 512, 15), tokenizer, len(articles))
@@ -168,7 +160,6 @@ def load_and_validate(folder, articles_csv):
 
 @pytest.mark.long
 def test_any_t5_trains_and_keeps_its_output_layer(articles_csv, tmp_path):
-    """In both versions of FSDP, on one and two processes."""
     models = {
         "t5": make_model(tmp_path / "t5"),
         "flan": make_model(tmp_path / "flan", is_tied=False, tie_word_embeddings=False, feed_forward_proj="gated-gelu"),

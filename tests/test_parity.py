@@ -15,33 +15,12 @@ import torch.nn.functional as F
 from torch.utils.data import DistributedSampler
 
 import pytest
-from conftest import (
-    AFTER_ADAM,
-    CLOSE,
-    SAVE_ON_CPU,
-    VERSIONS,
-    check_curves,
-    curve,
-    make_llama,
-    records,
-    run_many,
-)
-from plain import (
-    adamw,
-    cross_entropy,
-    lm_batches,
-    lm_samples,
-    t5_batches,
-    t5_loss,
-    t5_ordered,
-    t5_samples,
-    train_and_validate,
-    train_plainly,
-)
+from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, VERSIONS, check_curves, curve, make_llama, records, run_many
+from plain import lm_samples, t5_ordered, t5_samples, train_lm, train_plainly, train_t5
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5ForConditionalGeneration
 
-from inside import LM_STRATEGIES, NETWORKS, T5_STRATEGIES, builtin_article, draw_digits, lm_held_out, parse, t5_articles
+from inside import LM_STRATEGIES, NETWORKS, T5_STRATEGIES, builtin_article, draw_digits, parse, t5_articles
 
 STEPS = 4
 GLOBAL_BATCH = 12  # for 1, 2, 3 and 4 processes
@@ -56,7 +35,6 @@ def two_and_long(*others):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    """200 of the built-in articles, one a line."""
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     path.write_text("\n".join(json.dumps(builtin_article(number)) for number in range(200)))
     return path
@@ -104,14 +82,10 @@ T5 = (*T5, "--precision", "fp32")
 
 @functools.cache
 def train_t5_plainly(model_folder, csv, held_out=HELD_OUT):
-    """Losses and gradient norms of all steps, and the validation losses before and after them."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    to_train, to_validate = (t5_samples(articles, tokenizer, *LENGTHS) for articles in t5_articles(csv))
-    batches = t5_batches(to_train, tokenizer, GLOBAL_BATCH, SEED)[:STEPS]
-    [whole] = t5_batches(to_validate[:held_out], tokenizer, held_out)
+    samples = [t5_samples(articles, tokenizer, *LENGTHS) for articles in t5_articles(csv)]
     model = T5ForConditionalGeneration.from_pretrained(model_folder)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return train_and_validate(model, optimizer, batches, whole, t5_loss, lambda step: 2e-3)[0]
+    return train_t5(model, tokenizer, samples, GLOBAL_BATCH, held_out, STEPS, 2e-3, SEED)[0]
 
 
 @pytest.fixture
@@ -121,7 +95,6 @@ def plain_t5(tiny_model, articles_csv):
 
 @two_and_long(1, 3, 4)
 def test_t5_equals_a_plain_loop(train, plain_t5, processes, tmp_path):
-    """Under each strategy, while accumulating."""
     settings = {"recomputing and offloading": ("--activation-checkpointing", "--cpu-offload")}
     for version, strategy in itertools.product(VERSIONS, T5_STRATEGIES):
         settings[f"fsdp{version} {strategy}"] = ("--fsdp-version", version, "--sharding-strategy", strategy)
@@ -167,23 +140,11 @@ LM = (*LM, "--micro-batch-size", 1, "--lr", 5e-3, "--weight-decay", 0.5, "--max-
 LM = (*LM, "--precision", "fp32", "--no-save-model")
 
 
-def lm_rate(step):
-    """A warm-up of two steps to the default, then a cosine to a tenth of it."""
-    if step < 2:
-        return 5e-3 * step / 2
-    return 5e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2))))
-
-
 @functools.cache
 def train_lm_plainly(model_folder, texts, micro_batch=1):
-    """Losses and gradient norms of all steps, and the validation losses before and after them."""
     args = parse("lm_multinode.py", *LM, "--dataset", texts, "--micro-batch-size", micro_batch, "--seed", SEED)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    batches = itertools.islice(lm_batches(args, tokenizer), STEPS)
-    held_out = lm_held_out(args, tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    optimizer = adamw(model, weight_decay=0.5)
-    return train_and_validate(model, optimizer, batches, held_out, cross_entropy, lm_rate)[0]
+    model, tokenizer = (kind.from_pretrained(model_folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    return train_lm(model, tokenizer, args)[0]
 
 
 @pytest.fixture
@@ -201,7 +162,6 @@ def check_replicas(folder, processes, shards_of_hybrids):
 
 @two_and_long(1, 3, 4)
 def test_the_lm_equals_a_plain_loop(train, plain_lm, processes, tmp_path):
-    """Under each strategy, while accumulating."""
     shards = 2 if processes == 4 else 1
     settings = {name: ("--sharding-strategy", name, "--shards-per-replica", shards) for name in LM_STRATEGIES}
     settings["recomputing and offloading"] = ("--activation-checkpointing", "--cpu-offload")
@@ -283,7 +243,6 @@ def digits(count, seed):
 
 @torch.no_grad()
 def score(model):
-    """The loss and the accuracy over the 100 test images."""
     images, labels = digits(100, 1)
     outputs = model(images)
     return F.nll_loss(outputs, labels).item(), (outputs.argmax(1) == labels).sum().item() / 100

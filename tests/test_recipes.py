@@ -32,7 +32,7 @@ from conftest import (
     write_csv,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
-from plain import adamw, cross_entropy, lm_batches, t5_batches, t5_loss, t5_samples, train_and_validate, train_plainly
+from plain import adamw, cross_entropy, lm_rate, t5_samples, train_lm, train_plainly, train_t5
 from shared import patched
 from transformers import (
     AutoModelForCausalLM,
@@ -106,20 +106,9 @@ def check_training(script, flags, plain, load, root, variants=VARIANTS):
     return printed
 
 
-def train_t5_plainly(model, tokenizer, csv, prefix=""):
-    to_train, to_validate = (t5_samples(part, tokenizer, SOURCE, SUMMARY, prefix) for part in t5_articles(csv))
-    [to_validate] = t5_batches(to_validate[:4], tokenizer, 4)
-    batches = t5_batches(to_train, tokenizer, 8)[:STEPS]
-    optimizer = torch.optim.AdamW(model.parameters())
-    return train_and_validate(model, optimizer, batches, to_validate, t5_loss, lambda step: RATE)
-
-
-def train_lm_plainly(model, tokenizer, flags, weight_decay=0.1, loss_of=cross_entropy, **script):
-    args = parse("lm_multinode.py", *flags)
-    batches = itertools.islice(lm_batches(args, tokenizer, **script), STEPS)
-    to_validate = lm_held_out(args, tokenizer, **script)
-    optimizer = adamw(model, weight_decay)
-    return train_and_validate(model, optimizer, batches, to_validate, loss_of, lambda step: RATE * step / STEPS)
+def train_t5_plainly(model, tokenizer, csv, prefix="summarize: "):
+    samples = [t5_samples(part, tokenizer, SOURCE, SUMMARY, prefix) for part in t5_articles(csv)]
+    return train_t5(model, tokenizer, samples, 8, 4, STEPS, RATE)
 
 
 def add_adapters(model, *names):
@@ -151,7 +140,7 @@ def test_bart_and_m2m100_train_as_a_plain_loop_does(config_class, tiny_model, ar
     write_seq2seq(config_class, tokenizer, tmp_path / "pretrained")
     off = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float32, **off).train()
-    plain = train_t5_plainly(model, tokenizer, articles_csv)
+    plain = train_t5_plainly(model, tokenizer, articles_csv, prefix="")
 
     script = patched(tmp_path / "copy", "t5-bart") / "t5_fsdp.py"
     flags = (*T5, "--model", tmp_path / "pretrained", "--dataset", articles_csv)
@@ -166,7 +155,7 @@ def test_t5_with_lora_trains_as_peft_does(tiny_model, articles_csv, tmp_path):
         return PeftModel.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained(tiny_model), adapter)
 
     model = add_adapters(AutoModelForSeq2SeqLM.from_pretrained(tiny_model), "q", "v")
-    plain = train_t5_plainly(model, AutoTokenizer.from_pretrained(tiny_model), articles_csv, "summarize: ")
+    plain = train_t5_plainly(model, AutoTokenizer.from_pretrained(tiny_model), articles_csv)
     script = patched(tmp_path / "copy", "t5-lora") / "t5_fsdp.py"
     check_training(script, (*T5, "--model", tiny_model, "--dataset", articles_csv), plain, load, tmp_path)
 
@@ -184,7 +173,7 @@ def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=getattr(torch, dtype))
     model = add_adapters(base, "q_proj", "v_proj").float()
     flags = (*LM, "--model", tiny_llama)
-    plain = train_lm_plainly(model, AutoTokenizer.from_pretrained(tiny_llama), flags)
+    plain = train_lm(model, AutoTokenizer.from_pretrained(tiny_llama), parse("lm_multinode.py", *flags))
     script = patched(tmp_path / "copy", "lm-lora") / "lm_multinode.py"
     script.write_text(script.read_text().replace("dtype=torch.float32)", f"dtype=torch.{dtype})"))
     variants = VARIANTS if dtype == "float32" else {"fsdp2": ("--no-save-model",)}
@@ -225,7 +214,7 @@ def test_t5_in_fp16_is_close_to_a_plain_loop(processes, versions, tiny_model, ar
     """While accumulating, also on one process, where FSDP1 shards nothing."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     model = AutoModelForSeq2SeqLM.from_pretrained(tiny_model)
-    (exact, _, validation), _ = train_t5_plainly(model, tokenizer, articles_csv, "summarize: ")
+    (exact, _, validation), _ = train_t5_plainly(model, tokenizer, articles_csv)
     script = patched(tmp_path / "copy", "t5-fp16") / "t5_fsdp.py"
     flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--precision", "fp16", "--no-save-model")
     flags = (*flags, "--batch-size", 4 // processes, "--accumulation-steps", 2)
@@ -254,7 +243,7 @@ def train_replicas_plainly(folder, flags, replicas, local_steps, lr, momentum):
             own = [batch for rank in ranks for batch in micro_batches[rank::4]]
             joined = {name: np.concatenate([batch[name] for batch in own]) for name in own[0]}
             loss_of = functools.partial(cross_entropy, model, joined)
-            curves = train_plainly(optimizer, [loss_of], lambda _, step=step: RATE * step / STEPS)
+            curves = train_plainly(optimizer, [loss_of], lambda _, step=step: lm_rate(args, step))
             if number == 0:
                 losses += curves[0]
                 norms += curves[1]
@@ -346,7 +335,7 @@ def answer_loss(model, batch):
 def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations_does(chat, tiny_llama, tmp_path):
     script, flags, tokenizer = chat
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    plain = train_lm_plainly(model, tokenizer, flags, loss_of=answer_loss, script=script)
+    plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), answer_loss, script=script)
     check_training(script.__file__, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path, {"fsdp2": ()})
 
 

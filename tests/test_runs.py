@@ -8,11 +8,10 @@ import subprocess
 import sys
 
 import torch
-import torch.nn.functional as F
 
 import pytest
 from conftest import CLOSE, ROOT, curve, hub, make_llama, make_model, records, run, run_many, started, succeed
-from plain import t5_samples
+from plain import lm_validation_loss, t5_samples
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
@@ -153,16 +152,6 @@ def test_rouge_is_that_of_the_summaries_on_any_number_of_processes(trained_t5, t
 
 
 # ---- The language model ----------------------------------------------------------------------------------------------
-def lm_loss(folder, length, count):
-    """The validation loss of a model in a folder, with nothing but transformers and the texts."""
-    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    args = inside.parse("lm_multinode.py", "--num-validation-texts", count, "--seq-length", length)
-    rows = inside.lm_held_out(args, tokenizer)
-    with torch.no_grad():
-        logits = model(torch.from_numpy(rows["input_ids"])).logits
-    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows["labels"]).flatten()).item()
-
-
 def test_the_lm_learns_and_exports_what_it_trained(tmp_path):
     """`python lm_multinode.py`, cut from 500 to 30 steps, says what runs."""
     flags = ("--max-steps", 30, "--warmup-steps", 5, "--num-validation-texts", 50, "--precision", "fp32")
@@ -175,7 +164,7 @@ def test_the_lm_learns_and_exports_what_it_trained(tmp_path):
     assert [step["step"] for step in steps] == [10, 20, 30]
     assert "mfu" not in steps[0]  # which has no meaning on a CPU of unknown speed
     model = tmp_path / "model"
-    assert lm_loss(model, 128, 50) == pytest.approx(last["val_loss"], **CLOSE)
+    assert lm_validation_loss(model, "--num-validation-texts", 50) == pytest.approx(last["val_loss"], **CLOSE)
     size = AutoModelForCausalLM.from_pretrained(model).num_parameters()
     facts = ("2 x cpu", torch.__version__, "FULL_SHARD", f"{size:,}", f"{last['val_loss']:.4f}", str(model))
     for fact in facts:
