@@ -9,7 +9,7 @@ import shutil
 import torch
 
 import pytest
-from conftest import AFTER_ADAM, curve, run, run_many, succeed
+from conftest import AFTER_ADAM, SMALL, curve, run, run_many, succeed
 
 from inside import lm_num_parameters
 
@@ -25,8 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not USABLE, reason="PyTorch finds no accelerator that FSDP runs on"),
     pytest.mark.long,
 ]
-LM = ("--seq-length", 32, "--global-batch-size", 16, "--micro-batch-size", 2, "--num-validation-texts", 3)
-LM = (*LM, "--max-steps", 4, "--lr", 1e-3, "--log-every", 1, "--precision", "fp32", "--no-save-model")
+LM = (*SMALL, "--global-batch-size", 16, "--micro-batch-size", 2, "--max-steps", 4, "--lr", 1e-3, "--no-save-model")
 
 
 @pytest.mark.parametrize("processes", PROCESSES)

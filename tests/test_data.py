@@ -35,7 +35,6 @@ def lm_args(dataset, text_column="text", streams=1, **flags):
 
 
 def read_texts(folder):
-    """Those of `write_shards`, in order."""
     lines = [line for path in sorted(folder.glob("*.gz")) for line in gzip.decompress(path.read_bytes()).splitlines()]
     return [json.loads(line)["text"] for line in lines]
 
@@ -53,8 +52,7 @@ def whole_texts(tokenizer, tokens, texts):
 
 
 def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer):
-    """Of all streams together, shuffled, and in each pass in another order. What is held out is decided by contents
-    alone, and never trained on, also where fewer are validated on."""
+    """Each pass in another order. Contents alone decide what is held out, also where fewer are validated on."""
     all_held_out = []
     # Files of their own for each of four streams; a few, and a single one, that they share; files of a text each.
     for number, shards in enumerate([[5] * 32, [40] * 4, [160], [1] * 70, [70, 70, 3, 15]]):
@@ -105,8 +103,7 @@ def test_kinds_of_texts_mix(tmp_path, tokenizer):
 
 
 def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
-    """Read in a row, the inputs are the texts, each with the special tokens that the tokenizer puts around it and one
-    </s> at its end; the targets are the same, one token later."""
+    """Inputs in a row are texts with the tokenizer's special tokens and one </s>; targets are a token later."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"bos_token": "<s>"})  # as Llama's and Gemma's do
     special = [("<s>", tokenizer.bos_token_id)]
@@ -186,8 +183,7 @@ def write_rows(path, rows):
 
 
 def test_a_folder_means_its_files(tmp_path):
-    """All of them but those to test and validate on; with columns of their own, and of both formats. Rows without a
-    text are left out. A dataset card says itself which files are meant."""
+    """But not those to test and validate on, nor rows without a text. A dataset card says which files are meant."""
     texts = [f"text {number} lorem" for number in range(200)]
     for number, name in enumerate(("train.jsonl", "more.JSONL", "deeper/unit-test-docs.jsonl", "latest.json")):
         rows = [{"text": text, f"column{number}": number} for text in texts[number * 40 :][:40]]
@@ -316,8 +312,7 @@ def test_a_csv_as_spreadsheets_write_it(tmp_path):
 
 @pytest.mark.parametrize("place", [0, 1, 29])
 def test_a_comma_without_quotes_is_never_cut(place, tmp_path):
-    """In any row, also where what stands behind it is empty, and where all rows end with a comma. One that is alone in
-    its file is met a row later."""
+    """Also where what stands behind it is empty. One that is alone in its file is met a row later."""
     path = tmp_path / "rows.csv"
     for end, header_end in (("", ""), (",", ""), (",", ",")):
         for section in ("Local", ""):
@@ -372,8 +367,7 @@ def test_rouge_of_any_script():
 
 @pytest.mark.long
 def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
-    """--max-steps takes the place of --epochs. A run with another number of processes finds all articles in the
-    cache."""
+    """A run with another number of processes finds all articles in the cache."""
     path = write_csv(tmp_path / "new.csv", [inside.builtin_article(number) for number in range(300, 400)])
     flags = ("--model", tiny_model, "--dataset", path, "--num-train-samples", 40, "--num-validation-samples", 3)
     flags += ("--max-source-length", 16, "--max-target-length", 4, "--epochs", 2)

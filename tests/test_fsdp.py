@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from conftest import SAVE_ON_CPU, VERSIONS, check_curves, curve, make_llama, make_model, run_many
+from conftest import SAVE_ON_CPU, SMALL, VERSIONS, check_curves, curve, make_llama, make_model, run_many
 from shared import patched
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
@@ -17,10 +17,7 @@ T5 = (
     *("--num-train-samples", 16, "--batch-size", 4, "--epochs", 1, "--no-save-model", "--precision", "fp32"),
     *("--num-validation-samples", 2, "--max-target-length", 2),
 )
-LM = (
-    *("--seq-length", 32, "--micro-batch-size", 2, "--num-validation-texts", 1, "--log-every", 1),
-    *("--warmup-steps", 3, "--no-save-model", "--precision", "fp32"),
-)
+LM = (*SMALL, "--micro-batch-size", 2, "--no-save-model")
 RECOMPUTING = ("--activation-checkpointing",)
 FSDP1 = ("--fsdp-version", 1)
 
@@ -39,7 +36,6 @@ LETTERS = {"compute": "C", "allgather": "G", "allgather_base": "G", "reduce_scat
 
 
 def order_of(folder):
-    """Of a step: where it gathers, computes and reduces."""
     return re.sub("C+", "C", "".join(LETTERS.get(name, "") for name, _ in second_step(folder)))
 
 
@@ -127,8 +123,7 @@ def test_replicas_of_diloco_wait_for_each_other_only_at_synchronizations(tiny_ll
 # ---- Nothing waits for the device ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
 def test_no_training_step_reads_the_device(script, tiny_model, articles_csv, tmp_path):
-    """On a GPU each read waits for all that was asked of it. Of three steps with two micro-batches the second and the
-    third count: in the first the LM's loader draws a seed, and FSDP1 waits."""
+    """On a GPU each read waits. The first step does not count: there the LM's loader draws a seed, and FSDP1 waits."""
     flags = (*LM, "--global-batch-size", 8, "--max-steps", 3)
     ways = {"plain": (), "recomputing": RECOMPUTING, "offloading": ("--cpu-offload",)}
     if script == "t5_fsdp.py":

@@ -11,17 +11,16 @@ from argparse import Namespace
 import torch
 
 import pytest
-from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, VERSIONS, curve, fsdp, make_model, make_tokenizer, run_many
+from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, SMALL, VERSIONS, curve, fsdp, make_model, make_tokenizer, run_many
 from plain import lm_validation_loss, t5_batches, t5_loss, t5_samples
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 
 from inside import LM_STRATEGIES, lm_mfu_per_token_per_second, lm_model, parse, t5_articles, world_of
 
-LENGTH = 32
+LENGTH = 32  # of SMALL
 STEPS = 3
-LM = ("--seq-length", LENGTH, "--global-batch-size", 12, "--micro-batch-size", 1, "--num-validation-texts", 3)
-LM = (*LM, "--max-steps", STEPS, "--warmup-steps", 1, "--lr", 2e-3, "--log-every", 1, "--precision", "fp32")
+LM = (*SMALL, "--max-steps", STEPS, "--lr", 2e-3)
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"vocab_size": 1024, "max_position_embeddings": 64, "bos_token_id": None, "pad_token_id": 0, "eos_token_id": 1}
@@ -48,7 +47,6 @@ CAUSAL = {kind: AutoConfig.for_model(kind, **options) for kind, options in KINDS
 
 @pytest.fixture(scope="module")
 def causal(tmp_path_factory):
-    """A folder with a model of each kind."""
     root = tmp_path_factory.mktemp("causal")
     make_tokenizer(root / "tokenizer")
     for name, config in CAUSAL.items():
@@ -100,7 +98,6 @@ def test_any_causal_model_trains_as_transformers_has_it(causal, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma3_text", "mixtral"])
 def test_under_each_strategy_recomputing_offloading_and_resumed(name, causal, tmp_path):
-    """On four processes, while accumulating; resumed by two."""
     flags = (*LM, "--model", causal / name)
     run_many("lm_multinode.py", {tmp_path / "one": flags}, 1)
     settings = {}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.data import DistributedSampler
 
 import pytest
-from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, VERSIONS, check_curves, curve, make_llama, records, run_many
+from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, SMALL, VERSIONS, check_curves, curve, make_llama, records, run_many
 from plain import lm_samples, t5_ordered, t5_samples, train_lm, train_plainly, train_t5
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5ForConditionalGeneration
@@ -135,9 +135,7 @@ def test_t5_in_low_precision_is_close(train, plain_t5, processes, versions, tmp_
 
 
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
-LM = ("--seq-length", 32, "--global-batch-size", GLOBAL_BATCH, "--num-validation-texts", 3, "--warmup-steps", 2)
-LM = (*LM, "--micro-batch-size", 1, "--lr", 5e-3, "--weight-decay", 0.5, "--max-steps", STEPS, "--log-every", 1)
-LM = (*LM, "--precision", "fp32", "--no-save-model")
+LM = (*SMALL, "--lr", 5e-3, "--weight-decay", 0.5, "--max-steps", STEPS, "--no-save-model")
 
 
 @functools.cache
@@ -250,8 +248,7 @@ def score(model):
 
 @functools.cache
 def train_mnist_plainly(network):
-    """The loss, the test loss and the accuracy of each epoch. Adam gets the gradient of the mean over a step's images.
-    Adadelta gets that of the sum, as in its document."""
+    """Adam gets the gradient of the mean over a step's images. Adadelta gets that of the sum, as in its document."""
     pixels, labels = (tensor[:IMAGES] for tensor in digits(192, 0))
     order = DistributedSampler(pixels, num_replicas=1, rank=0, seed=SEED)
     torch.manual_seed(SEED)
@@ -283,8 +280,7 @@ def epochs_of(folder):
 @pytest.mark.parametrize("network", ["shallow", "xpu"])
 @two_and_long(3, 4)
 def test_digits_are_learned_as_by_a_plain_loop(train, processes, network, tmp_path):
-    """By Adam, and by Adadelta with a learning rate that falls; so the sharded half of MNIST learns what the local one
-    does. Three cannot divide 100 test images, nor the weights. What is saved has the score that is reported."""
+    """Three cannot divide 100 test images, nor the weights. What is saved has the score that is reported."""
     script, shared, tolerance = "mnist_fsdp.py", ("--model", "shallow", "--lr", RATES[network]), AFTER_ADAM
     if network == "xpu":
         script, shared, tolerance = "mnist_fsdp_xpu.py", ("--gamma", 0.5, "--lr", RATES[network]), CLOSE

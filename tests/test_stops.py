@@ -7,16 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import curve, losses, run, run_many, started
+from conftest import SMALL, curve, losses, run, run_many, started
 
-LM = (
-    *("--max-steps", 50, "--warmup-steps", 2, "--log-every", 1, "--validate-every", 0, "--num-validation-texts", 3),
-    *("--seq-length", 32, "--global-batch-size", 160, "--micro-batch-size", 2, "--precision", "fp32"),
-)
+LM = (*SMALL, "--max-steps", 50, "--validate-every", 0, "--global-batch-size", 160, "--micro-batch-size", 2)
 
 
 def check_that_none_is_left(printed):
-    """Of the sessions of the ranks."""
     sessions = re.findall(r"^session (\d+)$", printed, re.M)
     assert len(sessions) == 2
     deadline = time.monotonic() + 30
