@@ -2,10 +2,8 @@
 
 import contextlib
 import csv
-import gzip
 import hashlib
 import http.server
-import itertools
 import json
 import os
 import signal
@@ -198,17 +196,6 @@ def write_csv(path, rows):
         writer.writeheader()
         writer.writerows(rows)
     return path
-
-
-def write_shards(folder, counts):
-    """Files in C4's format with `counts` records each; text i is "i lorem lorem ..." of a length of its own."""
-    numbers = itertools.count()
-    for shard, count in enumerate(counts):
-        texts = [" ".join([str(i), *["lorem"] * (i * 7 % 23)]) for i in itertools.islice(numbers, count)]
-        records = [{"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "http://x"} for text in texts]
-        with gzip.open(folder / f"c4-train.{shard:05d}.json.gz", "wt") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-    return str(folder / "*.json.gz")
 
 
 def write_mnist(folder, num_train=192, num_test=100):

@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -111,21 +110,17 @@ LM_STRATEGIES = tuple(lm_multinode.RESHARD)
 LM_MODELS = tuple(lm_multinode.MODELS)
 
 
-def lm_num_parameters(name, vocabulary):
-    """Those of one of the shapes of --model."""
-    with torch.device("meta"):
-        return lm_multinode.make_meta_model(lm_shape(name, vocabulary)).num_parameters()
+def lm_shape(name, vocabulary):
+    """A model of one of the shapes of --model, on the meta device."""
+    config = copy.deepcopy(lm_multinode.MODELS[name])
+    config.vocab_size = vocabulary
+    config._attn_implementation = lm_multinode.ATTENTION
+    return lm_multinode.make_meta_model(config)
 
 
 def lm_model(args):
     """That of a pretrained --model, on the meta device."""
     return lm_multinode.make_meta_model(lm_multinode.load_config(args))
-
-
-def lm_shape(name, vocabulary):
-    config = copy.deepcopy(lm_multinode.MODELS[name])
-    config.vocab_size = vocabulary
-    return config
 
 
 def lm_mesh_shape(args, size, per_node):
@@ -178,9 +173,7 @@ lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
 
 def lm_peak_tflops(device_name):
     """What the script takes for the peak of a GPU; 0 if it does not know it."""
-    config = lm_shape("tiny", vocabulary=1000)
-    config._attn_implementation = lm_multinode.ATTENTION  # another one reads numbers
-    model = lm_multinode.make_meta_model(config)
+    model = lm_shape("tiny", vocabulary=1000)
     world = world_of()._replace(device=torch.device("cuda"))
     shares = []
     for flags in (("--peak-tflops", 1), ()):
@@ -197,17 +190,12 @@ def set_up(args):
     return world
 
 
-def full_and_meta(script, args, world, config):
-    """What the script's main gives to `build`: the weights, on rank 0, and the shapes."""
-    full_model = script.load_model(args, config) if world.rank == 0 or getattr(args, "fsdp_version", 2) == 1 else None
-    meta_model = script.make_meta_model(config)
-    common.untie(meta_model, full_model, world)
-    return full_model, meta_model
-
-
 def lm_trainer(args, world, config, steps):
     """The model, and a function that makes the next of `steps`: micro-batches of this rank, and positions."""
-    model, optimizer = lm_multinode.build(args, world, *full_and_meta(lm_multinode, args, world, config))
+    full_model = lm_multinode.load_model(args, config) if world.rank == 0 else None
+    meta_model = lm_multinode.make_meta_model(config)
+    common.untie(meta_model, full_model, world)
+    model, optimizer = lm_multinode.build(args, world, full_model, meta_model)
     return model, lambda: lm_multinode.train_step(args, world, model, optimizer, next(steps)[0])
 
 
@@ -299,11 +287,6 @@ def kill_alone(script, step):
     in_own_session(script)
     read_for_ever(script, step)
     signal_in_step(script, 1, step)
-
-
-def limit_open_files(script, count):
-    """As a shell does: the process may raise its limit."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def kill_in_save(script, rank, number):

@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from conftest import AFTER_ADAM, CACHES, curve, losses, run_many, write_csv, write_shards
+from conftest import AFTER_ADAM, CACHES, curve, losses, run_many, write_csv
 from test_errors import refuse
 from tokenizers.processors import TemplateProcessing
 
@@ -34,9 +34,19 @@ def lm_args(dataset, text_column="text", streams=1, **flags):
     return args
 
 
-def read_texts(folder):
-    lines = [line for path in sorted(folder.glob("*.gz")) for line in gzip.decompress(path.read_bytes()).splitlines()]
-    return [json.loads(line)["text"] for line in lines]
+def numbered(number):
+    """A text, of a length of its own."""
+    return " ".join([str(number), *["lorem"] * (number * 7 % 23)])
+
+
+def write_shards(folder, counts):
+    """Files in C4's format, with so many of these texts each."""
+    numbers = itertools.count()
+    for shard, count in enumerate(counts):
+        rows = [{"text": numbered(number), "url": "http://x"} for number in itertools.islice(numbers, count)]
+        with gzip.open(folder / f"c4-train.{shard:05d}.json.gz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(folder / "*.json.gz")
 
 
 def take(steps, count):
@@ -63,7 +73,7 @@ def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer):
         all_held_out.append(set(held_out))
         args.num_validation_texts = 1
         assert len(inside.lm_texts(args)[1]) == 1
-        known = read_texts(folder)
+        known = [*map(numbered, range(sum(shards)))]
         texts = sorted(set(known) - set(held_out))
         streams = take(inside.lm_steps(args, tokenizer), 150)
         orders = [whole_texts(tokenizer, tokens, known) for tokens in streams]
@@ -113,7 +123,7 @@ def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
     inputs, labels = tokens[:, 0].ravel(), tokens[:, 1].ravel()
     assert (labels[:-1] == inputs[1:]).all()
     pieces = [piece.removeprefix("<s>").strip() for piece in tokenizer.decode(inputs).split("</s>")[:-1]]
-    assert len(pieces) > 10 and set(pieces) <= set(read_texts(tmp_path))
+    assert len(pieces) > 10 and set(pieces) <= {*map(numbered, range(300))}
     expected = np.concatenate([[*tokenizer(piece)["input_ids"], tokenizer.eos_token_id] for piece in pieces])
     assert (expected == tokenizer.bos_token_id).sum() == len(pieces)
     assert inputs[: len(expected)].tolist() == expected.tolist()
@@ -155,7 +165,7 @@ def test_texts_go_on_exactly_on_any_number_of_processes(shards, tiny_llama, tmp_
 def test_all_formats_hold_the_same_texts(tmp_path, monkeypatch):
     """Files by a pattern, JSON lines or a list, Parquet, and datasets of the Hub, under any column."""
     write_shards(tmp_path, [40, 40])
-    texts = read_texts(tmp_path)
+    texts = [*map(numbered, range(80))]
     rows = datasets.Dataset.from_list([{"body": text, "url": "http://x"} for text in texts])
     rows.to_json(tmp_path / "rows.JSONL")
     rows.to_json(tmp_path / "rows.json", lines=False)
