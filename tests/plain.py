@@ -103,19 +103,13 @@ def t5_samples(articles, tokenizer, source_length, target_length, prefix="summar
     return [{"input_ids": source, "labels": target} for source, target in zip(sources, targets, strict=True)]
 
 
-def t5_steps(lengths, batch_size, epoch=0, seed=1):
-    """The samples of each step of an epoch: of similar length, in any order."""
-    generator = torch.Generator().manual_seed(seed + epoch)
-    order = get_length_grouped_indices(lengths, batch_size, generator=generator)
-    steps = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    steps = [step for step in steps if len(step) == batch_size]
-    random.Random(epoch).shuffle(steps)
-    return steps
-
-
 def t5_ordered(samples, batch_size, seed=1):
-    """The samples of each step of the first epoch."""
-    steps = t5_steps([len(sample["input_ids"]) for sample in samples], batch_size, seed=seed)
+    """The samples of each step of the first epoch: of similar length, in any order."""
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    generator = torch.Generator().manual_seed(seed)
+    order = get_length_grouped_indices(lengths, batch_size, generator=generator)
+    steps = [order[first : first + batch_size] for first in range(0, len(order) - batch_size + 1, batch_size)]
+    random.Random(0).shuffle(steps)
     return [[samples[number] for number in step] for step in steps]
 
 

@@ -67,15 +67,14 @@ def causal(tmp_path_factory):
     return root
 
 
-def eager_loss(folder):
-    return lm_validation_loss(folder, *LM, attn_implementation="eager")
+EAGER = {"attn_implementation": "eager"}
 
 
 def check_model(model, folder):
     """The validation losses before and after training are those of the folders that were read and written."""
     before, *_, after = curve(folder, "val_loss")
-    assert before == pytest.approx(eager_loss(model), **CLOSE), folder
-    assert after == pytest.approx(eager_loss(folder / "model"), **CLOSE), folder
+    assert before == pytest.approx(lm_validation_loss(model, *LM, **EAGER), **CLOSE), folder
+    assert after == pytest.approx(lm_validation_loss(folder / "model", *LM, **EAGER), **CLOSE), folder
     assert abs(after - before) > 1e-3, folder
 
 

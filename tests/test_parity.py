@@ -66,10 +66,8 @@ def check_low_precision(folder, plain):
     assert curve(folder) != pytest.approx(plain[0], abs=1e-6), folder
 
 
-def check_offloading(folder, flags):
-    """All parameters are, or none; which on a CPU changes no number."""
-    seen = json.loads((folder / "shards-0.json").read_text())
-    assert set(seen["offloaded"]) <= {"--cpu-offload" in flags}, folder
+def read_shards(folder, rank=0):
+    return json.loads((folder / f"shards-{rank}.json").read_text())
 
 
 # ---- t5_fsdp.py ------------------------------------------------------------------------------------------------------
@@ -88,24 +86,19 @@ def train_t5_plainly(model_folder, csv, held_out=HELD_OUT):
     return train_t5(model, tokenizer, samples, GLOBAL_BATCH, held_out, STEPS, 2e-3, SEED)[0]
 
 
-@pytest.fixture
-def plain_t5(tiny_model, articles_csv):
-    return functools.partial(train_t5_plainly, tiny_model, articles_csv)
-
-
 @two_and_long(1, 3, 4)
-def test_t5_equals_a_plain_loop(train, plain_t5, processes, tmp_path):
+def test_t5_equals_a_plain_loop(train, tiny_model, articles_csv, processes, tmp_path):
     settings = {"recomputing and offloading": ("--activation-checkpointing", "--cpu-offload")}
     for version, strategy in itertools.product(VERSIONS, T5_STRATEGIES):
         settings[f"fsdp{version} {strategy}"] = ("--fsdp-version", version, "--sharding-strategy", strategy)
     train("t5_fsdp.py", settings, processes, change=["record_shards"])
     for name, flags in settings.items():
-        check_curves(tmp_path / name, plain_t5())
-        check_offloading(tmp_path / name, flags)
+        check_curves(tmp_path / name, train_t5_plainly(tiny_model, articles_csv))
+        assert set(read_shards(tmp_path / name)["offloaded"]) <= {"--cpu-offload" in flags}, name
 
 
 @pytest.mark.long
-def test_settings_of_speed_and_memory_change_no_number(train, plain_t5, tmp_path):
+def test_settings_of_speed_and_memory_change_no_number(train, tiny_model, articles_csv, tmp_path):
     """Nor the number of articles in a batch. One is counted once, also where each process must validate one."""
     settings = {
         "fsdp1": ("--fsdp-version", 1, "--sharding-strategy", "SHARD_GRAD_OP", "--test-batch-size", 1),
@@ -119,19 +112,21 @@ def test_settings_of_speed_and_memory_change_no_number(train, plain_t5, tmp_path
     whole = ("--batch-size", GLOBAL_BATCH // 2, "--accumulation-steps", 1)
     train("t5_fsdp.py", {name: (*whole, *flags) for name, flags in settings.items()}, 2)
     for name in settings:
-        check_curves(tmp_path / name, plain_t5(1 if name == "one article" else HELD_OUT))
+        check_curves(
+            tmp_path / name, train_t5_plainly(tiny_model, articles_csv, 1 if name == "one article" else HELD_OUT)
+        )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("processes, versions", [(1, (1,)), (2, VERSIONS)])
-def test_t5_in_low_precision_is_close(train, plain_t5, processes, versions, tmp_path):
+def test_t5_in_low_precision_is_close(train, tiny_model, articles_csv, processes, versions, tmp_path):
     """While accumulating, also on one process, where FSDP1 shards nothing."""
     settings = {}
     for version, precision in itertools.product(versions, ("bf16", "grad-bf16")):
         settings[f"fsdp{version} {precision}"] = ("--fsdp-version", version, "--precision", precision)
     train("t5_fsdp.py", settings, processes)
     for name in settings:
-        check_low_precision(tmp_path / name, plain_t5())
+        check_low_precision(tmp_path / name, train_t5_plainly(tiny_model, articles_csv))
 
 
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
@@ -145,40 +140,31 @@ def train_lm_plainly(model_folder, texts, micro_batch=1):
     return train_lm(model, tokenizer, args)[0]
 
 
-@pytest.fixture
-def plain_lm(tiny_llama, texts):
-    return functools.partial(train_lm_plainly, tiny_llama, texts)
-
-
-def check_replicas(folder, processes, shards_of_hybrids):
-    """The processes that hold the same shards hold the same bits; no others do."""
-    shards = shards_of_hybrids if "HYBRID" in folder.name else {"NO_SHARD": 1}.get(folder.name, processes)
-    sums = [json.loads((folder / f"shards-{rank}.json").read_text())["sums"] for rank in range(processes)]
-    assert sums == [sums[rank % shards] for rank in range(processes)], folder
-    assert len(set(map(tuple, sums))) == shards, folder
-
-
 @two_and_long(1, 3, 4)
-def test_the_lm_equals_a_plain_loop(train, plain_lm, processes, tmp_path):
+def test_the_lm_equals_a_plain_loop(train, tiny_llama, texts, processes, tmp_path):
     shards = 2 if processes == 4 else 1
     settings = {name: ("--sharding-strategy", name, "--shards-per-replica", shards) for name in LM_STRATEGIES}
     settings["recomputing and offloading"] = ("--activation-checkpointing", "--cpu-offload")
     train("lm_multinode.py", settings, processes, change=["record_shards"])
     for name, flags in settings.items():
-        check_curves(tmp_path / name, plain_lm())
-        check_replicas(tmp_path / name, processes, shards)
-        check_offloading(tmp_path / name, flags)
+        check_curves(tmp_path / name, train_lm_plainly(tiny_llama, texts))
+        assert set(read_shards(tmp_path / name)["offloaded"]) <= {"--cpu-offload" in flags}, name
+        # The processes that hold the same shards hold the same bits; no others do.
+        of_all = shards if "HYBRID" in name else {"NO_SHARD": 1}.get(name, processes)
+        sums = [read_shards(tmp_path / name, rank)["sums"] for rank in range(processes)]
+        assert sums == [sums[rank % of_all] for rank in range(processes)], name
+        assert len(set(map(tuple, sums))) == of_all, name
 
 
 @pytest.mark.long
-def test_one_large_batch_bf16_and_auto_which_is_fp32_on_a_cpu(train, plain_lm, tmp_path):
+def test_one_large_batch_bf16_and_auto_which_is_fp32_on_a_cpu(train, tiny_llama, texts, tmp_path):
     large = GLOBAL_BATCH // 2
     settings = {name: ("--precision", name) for name in ("auto", "bf16")}
     settings["large"] = ("--micro-batch-size", large)
     train("lm_multinode.py", settings, 2)
-    check_curves(tmp_path / "large", plain_lm(large))
-    check_curves(tmp_path / "auto", plain_lm())
-    check_low_precision(tmp_path / "bf16", plain_lm())
+    check_curves(tmp_path / "large", train_lm_plainly(tiny_llama, texts, large))
+    check_curves(tmp_path / "auto", train_lm_plainly(tiny_llama, texts))
+    check_low_precision(tmp_path / "bf16", train_lm_plainly(tiny_llama, texts))
 
 
 @pytest.mark.long
