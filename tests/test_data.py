@@ -130,7 +130,9 @@ def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
     assert len(inputs) - len(expected) < 40  # a text that goes on in the next batch
 
 
-@pytest.mark.parametrize("shards", [[30] * 40, [1200], pytest.param("row groups", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "shards", [[1200], *(pytest.param(kind, marks=pytest.mark.long) for kind in ([30] * 40, "row groups"))]
+)
 def test_texts_go_on_exactly_on_any_number_of_processes(shards, tiny_llama, tmp_path):
     """After two stops: over the ends of files and passes, inside a block of texts and over its end."""
     dataset = tmp_path / "rows.parquet"

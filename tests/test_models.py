@@ -26,7 +26,6 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 SHAPE |= {"vocab_size": 1024, "max_position_embeddings": 64, "bos_token_id": None, "pad_token_id": 0, "eos_token_id": 1}
 GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 1024, "eos_token_id": 1}
-SLIDING = ["sliding_attention", "full_attention"]
 KINDS = {
     "gpt2": {**GPT2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
     "gpt_neox": SHAPE,
@@ -36,7 +35,7 @@ KINDS = {
     "llama": GROUPED,
     "qwen2": GROUPED,
     "qwen3": {**GROUPED, "tie_word_embeddings": True},
-    "gemma3_text": {**GROUPED, "sliding_window": LENGTH, "layer_types": SLIDING},
+    "gemma3_text": {**GROUPED, "sliding_window": LENGTH, "layer_types": ["sliding_attention", "full_attention"]},
     "lfm2": {**SHAPE, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
     # Two or four processes cannot divide three experts.
     "mixtral": {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2},

@@ -81,20 +81,19 @@ def progress(folder, step):
     return {name: value for name, value in found.items() if name != "settings"}
 
 
-def check_resume(script, ways, folder, processes=2, **options):
-    """With each list of flags a run to the end, and one that goes on from its last checkpoint but one, end alike."""
-    pairs = [(folder / f"whole{number}", folder / f"again{number}") for number in range(len(ways))]
-    flags = [(*way, "--no-save-model") for way in ways]
-    run_many(script, {whole: way for way, (whole, _) in zip(flags, pairs, strict=True)}, processes, **options)
-    for whole, again in pairs:
-        before, _ = finished_checkpoints(whole)
-        shutil.copytree(checkpoint(whole, before), checkpoint(again, before))
-    settings = {again: (*way, "--resume") for way, (_, again) in zip(flags, pairs, strict=True)}
+def check_resume(script, ways, root, processes=2, **options):
+    """With each list of flags a run goes on from its last checkpoint but one as if nothing had been."""
+    settings = {root / str(number): (*way, "--no-save-model") for number, way in enumerate(ways)}
     run_many(script, settings, processes, **options)
-    for whole, again in pairs:
-        before, last = finished_checkpoints(whole)
-        assert results(again) == results(whole, since=before)
-        assert progress(again, last) == progress(whole, last)
+    whole = {}
+    for folder in settings:
+        _, last = finished_checkpoints(folder)
+        whole[folder] = results(folder), progress(folder, last)
+        shutil.rmtree(checkpoint(folder, last))
+    run_many(script, {folder: (*settings[folder], "--resume") for folder in settings}, processes, **options)
+    for folder in settings:
+        *_, last = finished_checkpoints(folder)
+        assert (results(folder), progress(folder, last)) == whole[folder]
 
 
 def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
@@ -140,7 +139,7 @@ def test_replicas_of_diloco_resume_between_synchronizations(lm, tmp_path):
     """Each as it was. Another mesh, strategy or outer optimizer is refused."""
     script = patched(tmp_path / "copy", "lm-diloco") / "lm_multinode.py"
     check_resume(script, [(*lm, *DILOCO)], tmp_path, processes=4, per_node=2)
-    flags = (*lm, *DILOCO, "--resume", "--output-dir", tmp_path / "whole0")
+    flags = (*lm, *DILOCO, "--resume", "--output-dir", tmp_path / "0")
     for change, word in {
         ("--outer-lr", 0.5): "--outer-lr 0.7",
         ("--shards-per-replica", 4): "DILOCO",
@@ -171,7 +170,7 @@ def test_another_number_of_processes_goes_on_with_the_same_losses(
 
 def test_t5_resumes_with_dropout_in_the_second_epoch(t5, tmp_path):
     check_resume("t5_fsdp.py", [(*t5, "--fsdp-version", version) for version in (1, 2)], tmp_path)
-    rates = {row["epoch"]: row["lr"] for row in records(tmp_path / "whole0", "loss")}
+    rates = {row["epoch"]: row["lr"] for row in records(tmp_path / "0", "loss")}
     assert rates == {1: pytest.approx(1e-3), 2: pytest.approx(0.8e-3)}  # by the default --gamma
 
 
@@ -358,7 +357,7 @@ def test_the_scale_of_fp16_resumes(t5, tmp_path):
     copy = patched(tmp_path / "copy", "t5-fp16")
     ways = [(*t5, "--fsdp-version", version, "--precision", "fp16") for version in (1, 2)]
     check_resume(copy / "t5_fsdp.py", ways, tmp_path)
-    assert progress(tmp_path / "whole0", T5_STEPS)["scaler"]["_growth_tracker"] > 0  # it counts steps
+    assert progress(tmp_path / "0", T5_STEPS)["scaler"]["_growth_tracker"] > 0  # it counts steps
 
 
 @pytest.mark.long
