@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from conftest import AFTER_ADAM, CACHES, curve, losses, run_many, write_csv
+from conftest import AFTER_ADAM, CACHES, SMALL, curve, losses, run_many, write_csv
 from test_errors import refuse
 from tokenizers.processors import TemplateProcessing
 
@@ -130,9 +130,10 @@ def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
     assert len(inputs) - len(expected) < 40  # a text that goes on in the next batch
 
 
-@pytest.mark.parametrize(
-    "shards", [[1200], *(pytest.param(kind, marks=pytest.mark.long) for kind in ([30] * 40, "row groups"))]
-)
+LONG = [pytest.param(shards, marks=pytest.mark.long) for shards in ([30] * 40, "row groups")]
+
+
+@pytest.mark.parametrize("shards", [[1200], *LONG])
 def test_texts_go_on_exactly_on_any_number_of_processes(shards, tiny_llama, tmp_path):
     """After two stops: over the ends of files and passes, inside a block of texts and over its end."""
     dataset = tmp_path / "rows.parquet"
@@ -141,21 +142,9 @@ def test_texts_go_on_exactly_on_any_number_of_processes(shards, tiny_llama, tmp_
         rows.to_parquet(dataset, batch_size=15)
     else:
         dataset = write_shards(tmp_path, shards)
-    flags = ("--model", tiny_llama, "--dataset", dataset, "--seq-length", 16, "--micro-batch-size", 8)
-    flags += (
-        "--global-batch-size",
-        32,
-        "--max-steps",
-        60,
-        "--lr",
-        1e-4,
-        "--log-every",
-        1,
-        "--validate-every",
-        0,
-        "--no-save-model",
-        "--resume",
-    )
+    flags = (*SMALL, "--model", tiny_llama, "--dataset", dataset, "--seq-length", 16, "--micro-batch-size", 8)
+    flags = (*flags, "--global-batch-size", 32, "--max-steps", 60, "--lr", 1e-4, "--validate-every", 0)
+    flags = (*flags, "--no-save-model", "--resume")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run_many("lm_multinode.py", {whole: flags}, 1)
     for processes, stop in (4, 7), (1, 19), (2, 60):

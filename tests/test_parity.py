@@ -112,9 +112,8 @@ def test_settings_of_speed_and_memory_change_no_number(train, tiny_model, articl
     whole = ("--batch-size", GLOBAL_BATCH // 2, "--accumulation-steps", 1)
     train("t5_fsdp.py", {name: (*whole, *flags) for name, flags in settings.items()}, 2)
     for name in settings:
-        check_curves(
-            tmp_path / name, train_t5_plainly(tiny_model, articles_csv, 1 if name == "one article" else HELD_OUT)
-        )
+        count = 1 if name == "one article" else HELD_OUT
+        check_curves(tmp_path / name, train_t5_plainly(tiny_model, articles_csv, count))
 
 
 @pytest.mark.long
