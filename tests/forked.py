@@ -8,8 +8,6 @@ One launch can run a script several times, each with other flags. Where forks wi
     torchrun --nproc_per_node 2 tests/forked.py t5_fsdp.py '[["--lr", "1"], ["--lr", "2"]]' '["no_dropout"]'
 """
 
-import contextlib
-import functools
 import gc
 import importlib
 import itertools
@@ -29,8 +27,7 @@ from unittest import mock
 FOLDER = Path(__file__).parent
 OURS = [*(path.stem for path in FOLDER.parent.glob("*.py")), "inside"]
 CONTEXT = multiprocessing.get_context("forkserver")
-BLOCK = 500  # ports for one process that runs tests
-NUMBERS = itertools.count()
+FIRST_PORTS = itertools.cycle(range(4_000, 16_000, 100))
 
 
 def start_server():
@@ -72,35 +69,20 @@ def run_settings(script, settings, change):
             runpy.run_path(script, run_name="__main__")
 
 
-def free_ports(count):
-    """The first of so many free ports in a row. Each is used once, until all of the block were."""
-    first = claim_block().getsockname()[1] + 1
-    while True:
-        ports = [first + number % (BLOCK - 1) for number in itertools.islice(NUMBERS, count)]
-        if ports[-1] - ports[0] == count - 1 and all(map(is_free, ports)):
-            return ports[0]
-
-
-@functools.cache
-def claim_block():
-    """A socket on the first port of a block, which other workers and pytests then leave alone. No system hands these
-    ports out by itself, and no script halves a higher one to get one of them."""
-    for first in range(4_000, 16_000, BLOCK):
-        claim = socket.socket()
-        with contextlib.suppress(OSError):  # another process has it
-            claim.bind(("localhost", first))
-            return claim
-        claim.close()
-    raise OSError("other runs of the tests have all ports from 4,000 to 16,000")
-
-
-def is_free(port):
-    with socket.socket() as probe:
+def claim_ports(count):
+    """A socket on the first of so many free ports, which other launches leave alone while it is open. No system hands
+    these ports out by itself, and no script halves a higher one to get one of them."""
+    for first in FIRST_PORTS:
+        sockets = [socket.socket() for _ in range(count)]
         try:
-            probe.bind(("localhost", port))
-        except OSError:
-            return False
-    return True
+            for port, probe in enumerate(sockets, first):
+                probe.bind(("localhost", port))
+            return sockets.pop(0)
+        except OSError:  # another process has one
+            continue
+        finally:
+            for probe in sockets:
+                probe.close()
 
 
 def launch(script, settings, processes, environment, timeout, change=(), per_node=None):
@@ -110,7 +92,8 @@ def launch(script, settings, processes, environment, timeout, change=(), per_nod
     if processes:
         per_node = per_node or processes
         # Each setting has a port of its own, and the script takes the next but one.
-        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_ports(2 * len(settings) + 1)}
+        claim = claim_ports(2 * len(settings) + 2)
+        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": claim.getsockname()[1] + 1}
         shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
         environments = []
         for rank in range(processes):

@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,21 +110,17 @@ LM_STRATEGIES = tuple(lm_multinode.RESHARD)
 LM_MODELS = tuple(lm_multinode.MODELS)
 
 
-def lm_num_parameters(name, vocabulary):
-    """Those of one of the shapes of --model."""
-    with torch.device("meta"):
-        return lm_multinode.make_meta_model(lm_shape(name, vocabulary)).num_parameters()
+def lm_shape(name, vocabulary):
+    """A model of one of the shapes of --model, on the meta device."""
+    config = copy.deepcopy(lm_multinode.MODELS[name])
+    config.vocab_size = vocabulary
+    config._attn_implementation = lm_multinode.ATTENTION
+    return lm_multinode.make_meta_model(config)
 
 
 def lm_model(args):
     """That of a pretrained --model, on the meta device."""
     return lm_multinode.make_meta_model(lm_multinode.load_config(args))
-
-
-def lm_shape(name, vocabulary):
-    config = copy.deepcopy(lm_multinode.MODELS[name])
-    config.vocab_size = vocabulary
-    return config
 
 
 def lm_mesh_shape(args, size, per_node):
@@ -158,24 +153,18 @@ def lm_packed(texts, args, tokenizer, script=lm_multinode):
     return script.pack(script.tokenize(texts, tokenizer), args.seq_length)
 
 
-def lm_steps(args, tokenizer, rank=0, size=1, positions=None, files=None, script=lm_multinode):
-    """Yield a rank's micro-batches of each step, and the positions of its streams after it; without a worker process.
-    `positions`: of all streams, to go on from."""
-
-    def in_this_process(dataset, batch_size, **_):
-        return DataLoader(dataset, batch_size)
-
-    files = files or lm_texts(args, script)[0]
-    with mock.patch.object(script, "DataLoader", in_this_process):
-        steps = lm_loader(args, tokenizer, rank, size, positions, files, script)
-        first = next(steps)
-    for micro_batches, positions in itertools.chain([first], steps):
-        yield [{name: tensor.numpy() for name, tensor in batch.items()} for batch in micro_batches], positions
+def lm_steps(args, tokenizer, script=lm_multinode):
+    """Yield the micro-batches of each step of one process, without a worker."""
+    files, _ = lm_texts(args, script)
+    loader = DataLoader(script.Sequences(args, world_of(), files, tokenizer, None), args.micro_batch_size)
+    micro_batches = ({name: batch[name].long().numpy() for name in batch if name != "position"} for batch in loader)
+    while True:
+        yield list(itertools.islice(micro_batches, args.global_batch_size // args.micro_batch_size))
 
 
-def lm_loader(args, tokenizer, rank, size, positions, files, script=lm_multinode):
-    """As `lm_steps`, as tensors, through the loader and its worker process."""
-    return script.steps_on_device(args, world_of(rank, size), files, tokenizer, positions)
+def lm_loader(args, tokenizer):
+    """The steps of one process as tensors, and positions, through the loader and its worker process."""
+    return lm_multinode.steps_on_device(args, world_of(), lm_texts(args)[0], tokenizer, None)
 
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
@@ -184,9 +173,7 @@ lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
 
 def lm_peak_tflops(device_name):
     """What the script takes for the peak of a GPU; 0 if it does not know it."""
-    config = lm_shape("tiny", vocabulary=1000)
-    config._attn_implementation = lm_multinode.ATTENTION  # another one reads numbers
-    model = lm_multinode.make_meta_model(config)
+    model = lm_shape("tiny", vocabulary=1000)
     world = world_of()._replace(device=torch.device("cuda"))
     shares = []
     for flags in (("--peak-tflops", 1), ()):
@@ -203,17 +190,12 @@ def set_up(args):
     return world
 
 
-def full_and_meta(script, args, world, config):
-    """What the script's main gives to `build`: the weights, on rank 0, and the shapes."""
-    full_model = script.load_model(args, config) if world.rank == 0 or getattr(args, "fsdp_version", 2) == 1 else None
-    meta_model = script.make_meta_model(config)
-    common.untie(meta_model, full_model, world)
-    return full_model, meta_model
-
-
 def lm_trainer(args, world, config, steps):
     """The model, and a function that makes the next of `steps`: micro-batches of this rank, and positions."""
-    model, optimizer = lm_multinode.build(args, world, *full_and_meta(lm_multinode, args, world, config))
+    full_model = lm_multinode.load_model(args, config) if world.rank == 0 else None
+    meta_model = lm_multinode.make_meta_model(config)
+    common.untie(meta_model, full_model, world)
+    model, optimizer = lm_multinode.build(args, world, full_model, meta_model)
     return model, lambda: lm_multinode.train_step(args, world, model, optimizer, next(steps)[0])
 
 
@@ -307,11 +289,6 @@ def kill_alone(script, step):
     signal_in_step(script, 1, step)
 
 
-def limit_open_files(script, count):
-    """As a shell does: the process may raise its limit."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-
 def kill_in_save(script, rank, number):
     """A rank dies in its save of that number, when its own shards are written and `.metadata` is not."""
     saves = itertools.count(1)
@@ -370,45 +347,21 @@ def capture_graphs(script):
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=count_graph)
 
 
-def record_model(script):
-    """Write what this rank's model is at each validation; the last one stays. `loads`: how often the rank loaded it;
-    `offloading`: how many calls of `fully_shard` offload."""
+def record_shards(script):
+    """Write sums of the shards that this rank holds at a validation, and which of them are offloaded."""
     validate = script.validate
-    load_model = script.load_model
-    fully_shard = script.fully_shard
-    loads = []
-    offloading = []
-
-    def count_and_load(*arguments):
-        loads.append(arguments)
-        return load_model(*arguments)
-
-    def count_and_shard(modules, **options):
-        if "offload_policy" in options:
-            offloading.append(options["offload_policy"])
-        return fully_shard(modules, **options)
 
     def record_and_validate(args, world, model, *rest, **options):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
         seen = {
-            "sums": torch.stack([shard.detach().double().sum() for shard in shards]),
-            "units": sum(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()),
-            "buffers": [buffer.clone() for buffer in model.buffers()],
-            "loads": len(loads),
-            "offloading": len(offloading),
+            "sums": [shard.detach().double().sum().item() for shard in shards],
+            "offloaded": [parameter.offload_to_cpu for group in groups if group for parameter in group.fsdp_params],
         }
-        torch.save(seen, args.output_dir / f"model-{world.rank}.pt")
+        (args.output_dir / f"shards-{world.rank}.json").write_text(json.dumps(seen))
         return validate(args, world, model, *rest, **options)
 
-    script.load_model = count_and_load
-    script.fully_shard = count_and_shard
     script.validate = record_and_validate
-
-
-def record_fsdp(script):
-    """All that can be seen of a model and of its second step."""
-    record_model(script)
-    record_collectives(script)
 
 
 class Operators(TorchDispatchMode):
@@ -447,56 +400,32 @@ def record_host_reads(script):
 
 
 def record_collectives(script):
-    """Write to collectives-RANK.json how many collectives over all processes belong to each step or follow it, and of
-    the second step (in the first some units are still gathered from the validation): in order [name, bytes] of each
-    collective, with ["compute", 0] for all products of matrices in a row; what forward saves for backward; the state.
-    """
+    """Write to collectives-RANK.json, for each step and for what follows it, in order [name, bytes, processes] of each
+    collective, with ["compute", 0, 1] for each product of matrices."""
     train_step = script.train_step
-    summed_loss = script.summed_loss
     main = script.main
-    found = {"over_all": {}, "second_step": [], "saved_bytes": 0, "state_gib": 0}
-    step = 0
-    in_step = False
+    found = {"after 0": []}
 
     def see(operator, arguments):
-        is_product = operator._schema.name in ("aten::mm", "aten::addmm", "aten::bmm")
-        if is_product and in_step and step == 2 and found["second_step"][-1:] != [["compute", 0]]:
-            found["second_step"].append(["compute", 0])
-        if operator.namespace != "c10d":
-            return
-        [group] = [a for a in arguments if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
-        if dist.ProcessGroup.unbox(group).size() == dist.get_world_size():
-            found["over_all"][step] = found["over_all"].get(step, 0) + 1
-        if in_step and step == 2:
-            tensors = [leaf for leaf in tree_leaves(arguments[:2]) if torch.is_tensor(leaf)]
-            largest = max(tensor.nbytes for tensor in tensors)  # whole, not one part of it
-            found["second_step"].append([operator._schema.name.removeprefix("c10d::").strip("_"), largest])
+        *_, calls = found.values()
+        if operator._schema.name in ("aten::mm", "aten::addmm", "aten::bmm"):
+            calls.append(["compute", 0, 1])
+        if operator.namespace == "c10d":
+            [group] = [a for a in arguments if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+            sizes = [leaf.nbytes for leaf in tree_leaves(arguments[:2]) if torch.is_tensor(leaf)]
+            name = operator._schema.name.removeprefix("c10d::").strip("_")
+            # The largest tensor is whole, and not one part of it.
+            calls.append([name, max(sizes, default=0), dist.ProcessGroup.unbox(group).size()])
 
-    def recorded_loss(*arguments):
-        saved = {}
-
-        def pack(tensor):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = summed_loss(*arguments)
-        if in_step:
-            found["saved_bytes"] = sum(saved.values())
-        return loss
-
-    def recorded_step(args, world, model, optimizer, *rest):
-        nonlocal step, in_step
-        step += 1
-        in_step = True
-        result = train_step(args, world, model, optimizer, *rest)
-        in_step = False
-        found["state_gib"] = script.common.state_gib(model, optimizer)
+    def recorded_step(*arguments):
+        step = 1 + len(found) // 2
+        found[f"step {step}"] = []
+        result = train_step(*arguments)
+        found[f"after {step}"] = []
         return result
 
     def recorded_main(args, world):
         script.train_step = recorded_step
-        script.summed_loss = recorded_loss
         with Operators(see):
             main(args, world)
         (args.output_dir / f"collectives-{world.rank}.json").write_text(json.dumps(found))
@@ -510,30 +439,3 @@ def record_peak(script):
     import memory_tracker
 
     memory_tracker.record_peak(script)
-
-
-def record_validation(script):
-    """Write the sizes of this rank's batches in T5's last validation, and the references of the summaries it scores."""
-    validate = script.validate
-    summed_loss = script.summed_loss
-    score = script.RougeScorer.score
-    found = {}
-
-    def sized_loss(model, batch):
-        if not torch.is_grad_enabled():
-            found["batches"].append(len(batch["labels"]))
-        return summed_loss(model, batch)
-
-    def recorded_score(scorer, reference, summary):
-        found["scored"].append(reference)
-        return score(scorer, reference, summary)
-
-    def record_and_validate(args, world, *rest, **options):
-        found.update(batches=[], scored=[])
-        loss = validate(args, world, *rest, **options)
-        (args.output_dir / f"validated-{world.rank}.json").write_text(json.dumps(found))
-        return loss
-
-    script.summed_loss = sized_loss
-    script.RougeScorer.score = recorded_score
-    script.validate = record_and_validate

@@ -2,16 +2,17 @@
 
 import functools
 import itertools
+import math
 import random
 
 import torch
 import torch.nn.functional as F
 
 import numpy as np
-from transformers import DataCollatorForSeq2Seq
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from inside import lm_steps
+from inside import lm_held_out, lm_steps, parse
 
 
 def adamw(model, weight_decay):
@@ -54,9 +55,32 @@ def train_and_validate(model, optimizer, batches, to_validate, loss_of, schedule
     return (*curves, [before, validate(model).item()]), validate
 
 
+def lm_rate(args, step):
+    """A warm-up to the highest, then a cosine to a tenth of it."""
+    if step < args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    rest = args.max_steps - args.warmup_steps
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - args.warmup_steps) / max(1, rest))))
+
+
+def train_lm(model, tokenizer, args, loss_of=cross_entropy, **script):
+    """As `train_and_validate`."""
+    batches = itertools.islice(lm_batches(args, tokenizer, **script), args.max_steps)
+    held_out = lm_held_out(args, tokenizer, **script)
+    rate = functools.partial(lm_rate, args)
+    return train_and_validate(model, adamw(model, args.weight_decay), batches, held_out, loss_of, rate)
+
+
+def lm_validation_loss(folder, *flags, **loading):
+    """Of a model in a folder, with nothing but transformers and the texts."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, **loading), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return cross_entropy(model, lm_held_out(parse("lm_multinode.py", *flags), tokenizer)).item()
+
+
 def lm_batches(args, tokenizer, **script):
     """Yield the sequences of each step, of all processes, as one batch."""
-    for micro_batches, _ in lm_steps(args, tokenizer, **script):
+    for micro_batches in lm_steps(args, tokenizer, **script):
         yield {name: np.concatenate([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
 
 
@@ -79,22 +103,25 @@ def t5_samples(articles, tokenizer, source_length, target_length, prefix="summar
     return [{"input_ids": source, "labels": target} for source, target in zip(sources, targets, strict=True)]
 
 
-def t5_steps(lengths, batch_size, epoch=0, seed=1):
-    """The samples of each step of an epoch: of similar length, in any order."""
-    generator = torch.Generator().manual_seed(seed + epoch)
-    order = get_length_grouped_indices(lengths, batch_size, generator=generator)
-    steps = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
-    steps = [step for step in steps if len(step) == batch_size]
-    random.Random(epoch).shuffle(steps)
-    return steps
-
-
 def t5_ordered(samples, batch_size, seed=1):
-    """The samples of each step of the first epoch."""
-    steps = t5_steps([len(sample["input_ids"]) for sample in samples], batch_size, seed=seed)
+    """The samples of each step of the first epoch: of similar length, in any order."""
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    generator = torch.Generator().manual_seed(seed)
+    order = get_length_grouped_indices(lengths, batch_size, generator=generator)
+    steps = [order[first : first + batch_size] for first in range(0, len(order) - batch_size + 1, batch_size)]
+    random.Random(0).shuffle(steps)
     return [[samples[number] for number in step] for step in steps]
 
 
 def t5_batches(samples, tokenizer, batch_size, seed=1):
     """Of each step of the first epoch, padded; `model(**batch).loss` is the mean over its target tokens."""
     return list(map(DataCollatorForSeq2Seq(tokenizer), t5_ordered(samples, batch_size, seed)))
+
+
+def train_t5(model, tokenizer, samples, batch_size, held_out, steps, rate, seed=1):
+    """As `train_and_validate`. `samples`: to train on and to validate on, of which the first ones are."""
+    to_train, to_validate = samples
+    batches = t5_batches(to_train, tokenizer, batch_size, seed)[:steps]
+    [whole] = t5_batches(to_validate[:held_out], tokenizer, held_out)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return train_and_validate(model, optimizer, batches, whole, t5_loss, lambda step: rate)

@@ -5,30 +5,27 @@ also apply in a wrong place.
 """
 
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
+from shared import patched
 
 
 def reanchor(path):
     """Whether the diff still applies."""
-    diff = path.read_text()
     with tempfile.TemporaryDirectory() as folder:
-        for side in ("a", "b"):
-            Path(folder, side).mkdir()
-            for name in re.findall(r"^\+\+\+ b/(.+)", diff, re.M):
-                shutil.copy(ROOT / name, Path(folder, side))
-        patch = ["patch", "--silent", "--fuzz=0", "--no-backup-if-mismatch", "-p1", "-d", "b"]
-        if subprocess.run(patch, input=diff, text=True, cwd=folder).returncode != 0:
+        patched(Path(folder, "a"))
+        try:
+            patched(Path(folder, "b"), path.stem)
+        except AssertionError:
             return False
         compare = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "--no-prefix", "-U1", "a", "b"]
         fresh = subprocess.run(compare, capture_output=True, text=True, cwd=folder).stdout
-    fresh = re.sub(r"^(diff|index) .*\n", "", fresh, flags=re.M)
-    path.write_text(fresh)
+    path.write_text(re.sub(r"^(diff|index) .*\n", "", fresh, flags=re.M))
     return True
 
 

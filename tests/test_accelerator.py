@@ -9,9 +9,9 @@ import shutil
 import torch
 
 import pytest
-from conftest import AFTER_ADAM, curve, run, run_many, succeed
+from conftest import AFTER_ADAM, SMALL, curve, run, run_many, succeed
 
-from inside import lm_num_parameters
+from inside import lm_shape
 
 FOUND = torch.accelerator.current_accelerator(check_available=True)
 USABLE = FOUND is not None and FOUND.type != "mps"
@@ -25,8 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not USABLE, reason="PyTorch finds no accelerator that FSDP runs on"),
     pytest.mark.long,
 ]
-LM = ("--seq-length", 32, "--global-batch-size", 16, "--micro-batch-size", 2, "--num-validation-texts", 3)
-LM = (*LM, "--max-steps", 4, "--lr", 1e-3, "--log-every", 1, "--precision", "fp32", "--no-save-model")
+LM = (*SMALL, "--global-batch-size", 16, "--micro-batch-size", 2, "--max-steps", 4, "--lr", 1e-3, "--no-save-model")
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
@@ -37,7 +36,7 @@ def test_the_lm_offloads_and_resumes(processes, tmp_path):
     run_many("lm_multinode.py", {tmp_path / name: runs[name] for name in runs}, processes, device=FOUND.type)
     # Offloaded shards, and the optimizer's two numbers for each, are in the CPU's memory, not in the device's.
     saved = curve(tmp_path / "plain", "peak_gib")[-1] - curve(tmp_path / "offload", "peak_gib")[-1]
-    assert saved > 0.7 * 12 * lm_num_parameters("tiny", 2048) / processes / 2**30
+    assert saved > 0.7 * 12 * lm_shape("tiny", 2048).num_parameters() / processes / 2**30
 
     ways = {("plain", FOUND.type, processes), ("offload", FOUND.type, processes)}
     for name, device, count in ways | {("plain", "cpu", processes), ("plain", FOUND.type, 1)}:

@@ -5,7 +5,6 @@ import copy
 import gzip
 import itertools
 import json
-import random
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from conftest import CACHES, curve, losses, run, run_many, write_csv, write_shards
+from conftest import AFTER_ADAM, CACHES, SMALL, curve, losses, run_many, write_csv
+from test_errors import refuse
 from tokenizers.processors import TemplateProcessing
 
 import inside
@@ -34,20 +34,25 @@ def lm_args(dataset, text_column="text", streams=1, **flags):
     return args
 
 
-def read_texts(folder):
-    """Those of `write_shards`, in order."""
-    lines = [line for path in sorted(folder.glob("*.gz")) for line in gzip.decompress(path.read_bytes()).splitlines()]
-    return [json.loads(line)["text"] for line in lines]
+def numbered(number):
+    """A text, of a length of its own."""
+    return " ".join([str(number), *["lorem"] * (number * 7 % 23)])
+
+
+def write_shards(folder, counts):
+    """Files in C4's format, with so many of these texts each."""
+    numbers = itertools.count()
+    for shard, count in enumerate(counts):
+        rows = [{"text": numbered(number), "url": "http://x"} for number in itertools.islice(numbers, count)]
+        with gzip.open(folder / f"c4-train.{shard:05d}.json.gz", "wt") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(folder / "*.json.gz")
 
 
 def take(steps, count):
-    """The inputs and labels of some steps, an array for each stream, and the positions after each step, as a checkpoint
-    has them."""
-    some = list(itertools.islice(steps, count))
-    of_streams = []
-    for batches in zip(*[micro_batches for micro_batches, _ in some], strict=True):
-        of_streams.append(np.array([[batch["input_ids"], batch["labels"]] for batch in batches]))
-    return of_streams, [json.loads(json.dumps(positions)) for _, positions in some]
+    """The inputs and labels of some steps, an array for each stream."""
+    of_streams = zip(*itertools.islice(steps, count), strict=True)
+    return [np.array([[batch["input_ids"], batch["labels"]] for batch in batches]) for batches in of_streams]
 
 
 def whole_texts(tokenizer, tokens, texts):
@@ -57,25 +62,24 @@ def whole_texts(tokenizer, tokens, texts):
 
 
 def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer):
-    """Of all streams together, shuffled, and in each pass in another order. What is held out is decided by contents
-    alone, and never trained on, also where fewer are validated on."""
+    """Each pass in another order. Contents alone decide what is held out, also where fewer are validated on."""
     all_held_out = []
     # Files of their own for each of four streams; a few, and a single one, that they share; files of a text each.
     for number, shards in enumerate([[5] * 32, [40] * 4, [160], [1] * 70, [70, 70, 3, 15]]):
         folder = tmp_path / str(number)
         folder.mkdir()
         args = lm_args(write_shards(folder, shards), streams=4, seq_length=8)  # little is cut off at a block's end
-        files, held_out = inside.lm_texts(args)
+        _, held_out = inside.lm_texts(args)
         all_held_out.append(set(held_out))
         args.num_validation_texts = 1
         assert len(inside.lm_texts(args)[1]) == 1
-        known = read_texts(folder)
+        known = [*map(numbered, range(sum(shards)))]
         texts = sorted(set(known) - set(held_out))
-        streams, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
+        streams = take(inside.lm_steps(args, tokenizer), 150)
         orders = [whole_texts(tokenizer, tokens, known) for tokens in streams]
         args.seed = 2
-        again, _ = take(inside.lm_steps(args, tokenizer, files=files), 150)
-        assert orders != [whole_texts(tokenizer, tokens, known) for tokens in again]
+        again = take(inside.lm_steps(args, tokenizer), 10)
+        assert orders[0][:5] != whole_texts(tokenizer, again[0], known)[:5]
 
         seen = []
         for order in orders:
@@ -100,7 +104,7 @@ def test_kinds_of_texts_mix(tmp_path, tokenizer):
     args = lm_args(tmp_path, streams=8, micro_batch_size=1)
     tokenizer = inside.train_tokenizer(["ant bee cat dog 0 1 2 3 4 5 6 7 8 9"] * 9, 300, append_eos=False)
     counts = collections.Counter()
-    for micro_batches, _ in itertools.islice(inside.lm_steps(args, tokenizer), 60):
+    for micro_batches in itertools.islice(inside.lm_steps(args, tokenizer), 60):
         for batch in micro_batches:
             counts.update(re.findall("ant|bee|cat|dog", tokenizer.decode(batch["input_ids"].ravel())))
     assert 0.3 * 2720 < counts.total() < 0.7 * 2720
@@ -109,57 +113,50 @@ def test_kinds_of_texts_mix(tmp_path, tokenizer):
 
 
 def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
-    """Read in a row, the inputs are the texts, each with the special tokens that the tokenizer puts around it and one
-    </s> at its end; the targets are the same, one token later."""
+    """Inputs in a row are texts with the tokenizer's special tokens and one </s>; targets are a token later."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"bos_token": "<s>"})  # as Llama's and Gemma's do
     special = [("<s>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=special)
     args = lm_args(write_shards(tmp_path, [300]), seq_length=8)
-    [tokens], _ = take(inside.lm_steps(args, tokenizer), 30)  # not all of a block
+    [tokens] = take(inside.lm_steps(args, tokenizer), 30)  # not all of a block
     inputs, labels = tokens[:, 0].ravel(), tokens[:, 1].ravel()
     assert (labels[:-1] == inputs[1:]).all()
     pieces = [piece.removeprefix("<s>").strip() for piece in tokenizer.decode(inputs).split("</s>")[:-1]]
-    assert len(pieces) > 10 and set(pieces) <= set(read_texts(tmp_path))
+    assert len(pieces) > 10 and set(pieces) <= {*map(numbered, range(300))}
     expected = np.concatenate([[*tokenizer(piece)["input_ids"], tokenizer.eos_token_id] for piece in pieces])
     assert (expected == tokenizer.bos_token_id).sum() == len(pieces)
     assert inputs[: len(expected)].tolist() == expected.tolist()
     assert len(inputs) - len(expected) < 40  # a text that goes on in the next batch
 
 
-@pytest.mark.parametrize("shards", [[30] * 40, [1200], "row groups"])
-def test_streams_go_on_exactly_from_any_place_on_any_number_of_processes(tmp_path, tokenizer, shards):
-    """Again and again, over the ends of files and passes, inside a block of texts and over its end."""
-    count = 60
+LONG = [pytest.param(shards, marks=pytest.mark.long) for shards in ([30] * 40, "row groups")]
+
+
+@pytest.mark.parametrize("shards", [[1200], *LONG])
+def test_texts_go_on_exactly_on_any_number_of_processes(shards, tiny_llama, tmp_path):
+    """After two stops: over the ends of files and passes, inside a block of texts and over its end."""
     dataset = tmp_path / "rows.parquet"
     if shards == "row groups":
         rows = datasets.Dataset.from_dict({"text": [f"{number} lorem" for number in range(600)]})
         rows.to_parquet(dataset, batch_size=15)
     else:
         dataset = write_shards(tmp_path, shards)
-    args = lm_args(dataset, streams=4, micro_batch_size=8)
-    files, _ = inside.lm_texts(args)
-    assert len(files) == (40 if shards == "row groups" else len(shards))
-    whole, _ = take(inside.lm_steps(args, tokenizer, files=files), count)
-    choose = random.Random(0)
-    done = 0
-    positions = None
-    while done < count:
-        some = min(choose.randint(1, count // 6), count - done)
-        size = choose.choice((1, 2, 4))
-        after = [None] * 4
-        for rank in range(size):
-            own, places = take(inside.lm_steps(args, tokenizer, rank, size, positions, files), some)
-            assert np.array_equal(own, np.array(whole[rank::size])[:, done : done + some])
-            after[rank::size] = places[-1]
-        done += some
-        positions = after
+    flags = (*SMALL, "--model", tiny_llama, "--dataset", dataset, "--seq-length", 16, "--micro-batch-size", 8)
+    flags = (*flags, "--global-batch-size", 32, "--max-steps", 60, "--lr", 1e-4, "--validate-every", 0)
+    flags = (*flags, "--no-save-model", "--resume")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_many("lm_multinode.py", {whole: flags}, 1)
+    for processes, stop in (4, 7), (1, 19), (2, 60):
+        run_many("lm_multinode.py", {parts: flags}, processes, change=("signal_in_step", 0, stop, "SIGTERM"))
+    assert losses(parts) == pytest.approx(losses(whole), **AFTER_ADAM)
+    assert len(curve(parts)) == 60
 
 
 def test_all_formats_hold_the_same_texts(tmp_path, monkeypatch):
     """Files by a pattern, JSON lines or a list, Parquet, and datasets of the Hub, under any column."""
     write_shards(tmp_path, [40, 40])
-    texts = read_texts(tmp_path)
+    texts = [*map(numbered, range(80))]
     rows = datasets.Dataset.from_list([{"body": text, "url": "http://x"} for text in texts])
     rows.to_json(tmp_path / "rows.JSONL")
     rows.to_json(tmp_path / "rows.json", lines=False)
@@ -187,8 +184,7 @@ def write_rows(path, rows):
 
 
 def test_a_folder_means_its_files(tmp_path):
-    """All of them but those to test and validate on; with columns of their own, and of both formats. Rows without a
-    text are left out. A dataset card says itself which files are meant."""
+    """But not those to test and validate on, nor rows without a text. A dataset card says which files are meant."""
     texts = [f"text {number} lorem" for number in range(200)]
     for number, name in enumerate(("train.jsonl", "more.JSONL", "deeper/unit-test-docs.jsonl", "latest.json")):
         rows = [{"text": text, f"column{number}": number} for text in texts[number * 40 :][:40]]
@@ -217,27 +213,19 @@ def test_short_texts_never_end_a_run(tmp_path):
 
 
 def test_a_run_goes_on_with_its_tokenizer_and_its_files(tmp_path):
-    """Its tokenizer also where the texts have changed, and with another number of texts to validate on."""
+    """Also where the texts have changed."""
     folder = tmp_path / "texts"
     write_rows(folder / "a.jsonl", [{"text": f"{number} lorem " * 9} for number in range(300)])
     flags = ("--dataset", folder, "--max-steps", 4, "--micro-batch-size", 8, "--seq-length", 16, "--log-every", 1)
-    whole, other = tmp_path / "whole", tmp_path / "other"
-    stop = (*flags, "--checkpoint-every", 2)
-    run_many("lm_multinode.py", {whole: stop, other: stop}, 1)
-    for path in (whole, other):
-        shutil.rmtree(path / "checkpoints/step-0000004")
-    resumed = {other: (*flags, "--resume", "--num-validation-texts", 3, "--validate-every", 1)}
-    run_many("lm_multinode.py", resumed, 1)
-    assert curve(other)[-2:] == curve(whole)[-2:]
-
+    run_many("lm_multinode.py", {tmp_path / "first": (*flags, "--checkpoint-every", 2)}, 1)
     write_rows(folder / "a.jsonl", [{"text": f"ipsum {number} " * 9} for number in range(300)])
-    run_many("lm_multinode.py", {whole: (*flags, "--resume")}, 1)
-    tokenizers = [(path / "model/tokenizer.json").read_bytes() for path in (whole, other)]
+    shutil.copytree(tmp_path / "first/checkpoints/step-0000002", tmp_path / "second/checkpoints/step-0000002")
+    run_many("lm_multinode.py", {tmp_path / "second": (*flags, "--resume")}, 1)
+    tokenizers = [(tmp_path / name / "model/tokenizer.json").read_bytes() for name in ("first", "second")]
     assert tokenizers[0] == tokenizers[1]
 
     write_rows(folder / "b.jsonl", [{"text": "another file"}])
-    refused = run("lm_multinode.py", *flags, "--resume", "--output-dir", whole, processes=1, fork=True)
-    assert refused.returncode == 2 and "files" in refused.stderr
+    refuse("lm_multinode.py", *flags, "--resume", "--output-dir", tmp_path / "second", words=["files"])
 
 
 # ---- Articles of t5_fsdp.py ------------------------------------------------------------------------------------------
@@ -325,8 +313,7 @@ def test_a_csv_as_spreadsheets_write_it(tmp_path):
 
 @pytest.mark.parametrize("place", [0, 1, 29])
 def test_a_comma_without_quotes_is_never_cut(place, tmp_path):
-    """In any row, also where what stands behind it is empty, and where all rows end with a comma. One that is alone in
-    its file is met a row later."""
+    """Also where what stands behind it is empty. One that is alone in its file is met a row later."""
     path = tmp_path / "rows.csv"
     for end, header_end in (("", ""), (",", ""), (",", ",")):
         for section in ("Local", ""):
@@ -381,8 +368,7 @@ def test_rouge_of_any_script():
 
 @pytest.mark.long
 def test_flags_count_articles_and_switch_off(tmp_path, tiny_model):
-    """--max-steps takes the place of --epochs. A run with another number of processes finds all articles in the
-    cache."""
+    """A run with another number of processes finds all articles in the cache."""
     path = write_csv(tmp_path / "new.csv", [inside.builtin_article(number) for number in range(300, 400)])
     flags = ("--model", tiny_model, "--dataset", path, "--num-train-samples", 40, "--num-validation-samples", 3)
     flags += ("--max-source-length", 16, "--max-target-length", 4, "--epochs", 2)

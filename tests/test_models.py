@@ -9,26 +9,23 @@ import math
 from argparse import Namespace
 
 import torch
-import torch.nn.functional as F
 
 import pytest
-from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, VERSIONS, curve, fsdp, make_model, make_tokenizer, run_many
-from plain import t5_batches, t5_loss, t5_samples
+from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, SMALL, VERSIONS, curve, fsdp, make_model, make_tokenizer, run_many
+from plain import lm_validation_loss, t5_batches, t5_loss, t5_samples
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 
-from inside import LM_STRATEGIES, lm_held_out, lm_mfu_per_token_per_second, lm_model, parse, t5_articles, world_of
+from inside import LM_STRATEGIES, lm_mfu_per_token_per_second, lm_model, parse, t5_articles, world_of
 
-LENGTH = 32
+LENGTH = 32  # of SMALL
 STEPS = 3
-LM = ("--seq-length", LENGTH, "--global-batch-size", 12, "--micro-batch-size", 1, "--num-validation-texts", 3)
-LM = (*LM, "--max-steps", STEPS, "--warmup-steps", 1, "--lr", 2e-3, "--log-every", 1, "--precision", "fp32")
+LM = (*SMALL, "--max-steps", STEPS, "--lr", 2e-3)
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"vocab_size": 1024, "max_position_embeddings": 64, "bos_token_id": None, "pad_token_id": 0, "eos_token_id": 1}
 GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 1024, "eos_token_id": 1}
-SLIDING = ["sliding_attention", "full_attention"]
 KINDS = {
     "gpt2": {**GPT2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
     "gpt_neox": SHAPE,
@@ -38,7 +35,7 @@ KINDS = {
     "llama": GROUPED,
     "qwen2": GROUPED,
     "qwen3": {**GROUPED, "tie_word_embeddings": True},
-    "gemma3_text": {**GROUPED, "sliding_window": LENGTH, "layer_types": SLIDING},
+    "gemma3_text": {**GROUPED, "sliding_window": LENGTH, "layer_types": ["sliding_attention", "full_attention"]},
     "lfm2": {**SHAPE, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
     # Two or four processes cannot divide three experts.
     "mixtral": {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2},
@@ -49,7 +46,6 @@ CAUSAL = {kind: AutoConfig.for_model(kind, **options) for kind, options in KINDS
 
 @pytest.fixture(scope="module")
 def causal(tmp_path_factory):
-    """A folder with a model of each kind."""
     root = tmp_path_factory.mktemp("causal")
     make_tokenizer(root / "tokenizer")
     for name, config in CAUSAL.items():
@@ -70,21 +66,14 @@ def causal(tmp_path_factory):
     return root
 
 
-def eager_loss(folder):
-    """The validation loss, with nothing but transformers."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    rows = lm_held_out(parse("lm_multinode.py", *LM), tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    with torch.no_grad():
-        logits = model(torch.from_numpy(rows["input_ids"])).logits
-    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows["labels"]).flatten()).item()
+EAGER = {"attn_implementation": "eager"}
 
 
 def check_model(model, folder):
     """The validation losses before and after training are those of the folders that were read and written."""
     before, *_, after = curve(folder, "val_loss")
-    assert before == pytest.approx(eager_loss(model), **CLOSE), folder
-    assert after == pytest.approx(eager_loss(folder / "model"), **CLOSE), folder
+    assert before == pytest.approx(lm_validation_loss(model, *LM, **EAGER), **CLOSE), folder
+    assert after == pytest.approx(lm_validation_loss(folder / "model", *LM, **EAGER), **CLOSE), folder
     assert abs(after - before) > 1e-3, folder
 
 
@@ -107,7 +96,6 @@ def test_any_causal_model_trains_as_transformers_has_it(causal, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma3_text", "mixtral"])
 def test_under_each_strategy_recomputing_offloading_and_resumed(name, causal, tmp_path):
-    """On four processes, while accumulating; resumed by two."""
     flags = (*LM, "--model", causal / name)
     run_many("lm_multinode.py", {tmp_path / "one": flags}, 1)
     settings = {}
@@ -158,7 +146,6 @@ T5 = (*T5, "--max-target-length", 15, "--log-every", 1, "--precision", "fp32")
 
 
 def load_and_validate(folder, articles_csv):
-    """A model and its validation loss, without FSDP."""
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
     _, articles = t5_articles(articles_csv)
     [batch] = t5_batches(t5_samples(articles, tokenizer, 512, 15), tokenizer, len(articles))
@@ -168,7 +155,6 @@ def load_and_validate(folder, articles_csv):
 
 @pytest.mark.long
 def test_any_t5_trains_and_keeps_its_output_layer(articles_csv, tmp_path):
-    """In both versions of FSDP, on one and two processes."""
     models = {
         "t5": make_model(tmp_path / "t5"),
         "flan": make_model(tmp_path / "flan", is_tied=False, tie_word_embeddings=False, feed_forward_proj="gated-gelu"),

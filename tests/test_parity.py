@@ -15,33 +15,12 @@ import torch.nn.functional as F
 from torch.utils.data import DistributedSampler
 
 import pytest
-from conftest import (
-    AFTER_ADAM,
-    CLOSE,
-    SAVE_ON_CPU,
-    VERSIONS,
-    check_curves,
-    curve,
-    make_llama,
-    records,
-    run_many,
-)
-from plain import (
-    adamw,
-    cross_entropy,
-    lm_batches,
-    lm_samples,
-    t5_batches,
-    t5_loss,
-    t5_ordered,
-    t5_samples,
-    train_and_validate,
-    train_plainly,
-)
+from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, SMALL, VERSIONS, check_curves, curve, make_llama, records, run_many
+from plain import lm_samples, t5_ordered, t5_samples, train_lm, train_plainly, train_t5
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5ForConditionalGeneration
 
-from inside import LM_STRATEGIES, NETWORKS, T5_STRATEGIES, builtin_article, draw_digits, lm_held_out, parse, t5_articles
+from inside import LM_STRATEGIES, NETWORKS, T5_STRATEGIES, builtin_article, draw_digits, parse, t5_articles
 
 STEPS = 4
 GLOBAL_BATCH = 12  # for 1, 2, 3 and 4 processes
@@ -56,7 +35,6 @@ def two_and_long(*others):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    """200 of the built-in articles, one a line."""
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     path.write_text("\n".join(json.dumps(builtin_article(number)) for number in range(200)))
     return path
@@ -88,10 +66,8 @@ def check_low_precision(folder, plain):
     assert curve(folder) != pytest.approx(plain[0], abs=1e-6), folder
 
 
-def check_offloading(folder, flags):
-    """All units offload, or none; which on a CPU changes no number."""
-    seen = torch.load(folder / "model-0.pt")
-    assert (seen["offloading"] > 1) == ("--cpu-offload" in flags), folder
+def read_shards(folder, rank=0):
+    return json.loads((folder / f"shards-{rank}.json").read_text())
 
 
 # ---- t5_fsdp.py ------------------------------------------------------------------------------------------------------
@@ -104,35 +80,25 @@ T5 = (*T5, "--precision", "fp32")
 
 @functools.cache
 def train_t5_plainly(model_folder, csv, held_out=HELD_OUT):
-    """Losses and gradient norms of all steps, and the validation losses before and after them."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    to_train, to_validate = (t5_samples(articles, tokenizer, *LENGTHS) for articles in t5_articles(csv))
-    batches = t5_batches(to_train, tokenizer, GLOBAL_BATCH, SEED)[:STEPS]
-    [whole] = t5_batches(to_validate[:held_out], tokenizer, held_out)
+    samples = [t5_samples(articles, tokenizer, *LENGTHS) for articles in t5_articles(csv)]
     model = T5ForConditionalGeneration.from_pretrained(model_folder)
-    optimizer = torch.optim.AdamW(model.parameters())
-    return train_and_validate(model, optimizer, batches, whole, t5_loss, lambda step: 2e-3)[0]
-
-
-@pytest.fixture
-def plain_t5(tiny_model, articles_csv):
-    return functools.partial(train_t5_plainly, tiny_model, articles_csv)
+    return train_t5(model, tokenizer, samples, GLOBAL_BATCH, held_out, STEPS, 2e-3, SEED)[0]
 
 
 @two_and_long(1, 3, 4)
-def test_t5_equals_a_plain_loop(train, plain_t5, processes, tmp_path):
-    """Under each strategy, while accumulating."""
+def test_t5_equals_a_plain_loop(train, tiny_model, articles_csv, processes, tmp_path):
     settings = {"recomputing and offloading": ("--activation-checkpointing", "--cpu-offload")}
     for version, strategy in itertools.product(VERSIONS, T5_STRATEGIES):
         settings[f"fsdp{version} {strategy}"] = ("--fsdp-version", version, "--sharding-strategy", strategy)
-    train("t5_fsdp.py", settings, processes, change=["record_model"])
+    train("t5_fsdp.py", settings, processes, change=["record_shards"])
     for name, flags in settings.items():
-        check_curves(tmp_path / name, plain_t5())
-        check_offloading(tmp_path / name, flags)
+        check_curves(tmp_path / name, train_t5_plainly(tiny_model, articles_csv))
+        assert set(read_shards(tmp_path / name)["offloaded"]) <= {"--cpu-offload" in flags}, name
 
 
 @pytest.mark.long
-def test_settings_of_speed_and_memory_change_no_number(train, plain_t5, tmp_path):
+def test_settings_of_speed_and_memory_change_no_number(train, tiny_model, articles_csv, tmp_path):
     """Nor the number of articles in a batch. One is counted once, also where each process must validate one."""
     settings = {
         "fsdp1": ("--fsdp-version", 1, "--sharding-strategy", "SHARD_GRAD_OP", "--test-batch-size", 1),
@@ -146,81 +112,58 @@ def test_settings_of_speed_and_memory_change_no_number(train, plain_t5, tmp_path
     whole = ("--batch-size", GLOBAL_BATCH // 2, "--accumulation-steps", 1)
     train("t5_fsdp.py", {name: (*whole, *flags) for name, flags in settings.items()}, 2)
     for name in settings:
-        check_curves(tmp_path / name, plain_t5(1 if name == "one article" else HELD_OUT))
+        count = 1 if name == "one article" else HELD_OUT
+        check_curves(tmp_path / name, train_t5_plainly(tiny_model, articles_csv, count))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("processes, versions", [(1, (1,)), (2, VERSIONS)])
-def test_t5_in_low_precision_is_close(train, plain_t5, processes, versions, tmp_path):
+def test_t5_in_low_precision_is_close(train, tiny_model, articles_csv, processes, versions, tmp_path):
     """While accumulating, also on one process, where FSDP1 shards nothing."""
     settings = {}
     for version, precision in itertools.product(versions, ("bf16", "grad-bf16")):
         settings[f"fsdp{version} {precision}"] = ("--fsdp-version", version, "--precision", precision)
     train("t5_fsdp.py", settings, processes)
     for name in settings:
-        check_low_precision(tmp_path / name, plain_t5())
+        check_low_precision(tmp_path / name, train_t5_plainly(tiny_model, articles_csv))
 
 
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
-LM = ("--seq-length", 32, "--global-batch-size", GLOBAL_BATCH, "--num-validation-texts", 3, "--warmup-steps", 2)
-LM = (*LM, "--micro-batch-size", 1, "--lr", 5e-3, "--weight-decay", 0.5, "--max-steps", STEPS, "--log-every", 1)
-LM = (*LM, "--precision", "fp32", "--no-save-model")
-
-
-def lm_rate(step):
-    """A warm-up of two steps to the default, then a cosine to a tenth of it."""
-    if step < 2:
-        return 5e-3 * step / 2
-    return 5e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / (STEPS - 2))))
+LM = (*SMALL, "--lr", 5e-3, "--weight-decay", 0.5, "--max-steps", STEPS, "--no-save-model")
 
 
 @functools.cache
 def train_lm_plainly(model_folder, texts, micro_batch=1):
-    """Losses and gradient norms of all steps, and the validation losses before and after them."""
     args = parse("lm_multinode.py", *LM, "--dataset", texts, "--micro-batch-size", micro_batch, "--seed", SEED)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    batches = itertools.islice(lm_batches(args, tokenizer), STEPS)
-    held_out = lm_held_out(args, tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    optimizer = adamw(model, weight_decay=0.5)
-    return train_and_validate(model, optimizer, batches, held_out, cross_entropy, lm_rate)[0]
-
-
-@pytest.fixture
-def plain_lm(tiny_llama, texts):
-    return functools.partial(train_lm_plainly, tiny_llama, texts)
-
-
-def check_replicas(folder, processes, shards_of_hybrids):
-    """The processes that hold the same shards hold the same bits; no others do."""
-    shards = shards_of_hybrids if "HYBRID" in folder.name else {"NO_SHARD": 1}.get(folder.name, processes)
-    sums = [torch.load(folder / f"model-{rank}.pt")["sums"].tolist() for rank in range(processes)]
-    assert sums == [sums[rank % shards] for rank in range(processes)], folder
-    assert len(set(map(tuple, sums))) == shards, folder
+    model, tokenizer = (kind.from_pretrained(model_folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    return train_lm(model, tokenizer, args)[0]
 
 
 @two_and_long(1, 3, 4)
-def test_the_lm_equals_a_plain_loop(train, plain_lm, processes, tmp_path):
-    """Under each strategy, while accumulating."""
+def test_the_lm_equals_a_plain_loop(train, tiny_llama, texts, processes, tmp_path):
     shards = 2 if processes == 4 else 1
     settings = {name: ("--sharding-strategy", name, "--shards-per-replica", shards) for name in LM_STRATEGIES}
     settings["recomputing and offloading"] = ("--activation-checkpointing", "--cpu-offload")
-    train("lm_multinode.py", settings, processes, change=["record_model"])
+    train("lm_multinode.py", settings, processes, change=["record_shards"])
     for name, flags in settings.items():
-        check_curves(tmp_path / name, plain_lm())
-        check_replicas(tmp_path / name, processes, shards)
-        check_offloading(tmp_path / name, flags)
+        check_curves(tmp_path / name, train_lm_plainly(tiny_llama, texts))
+        assert set(read_shards(tmp_path / name)["offloaded"]) <= {"--cpu-offload" in flags}, name
+        # The processes that hold the same shards hold the same bits; no others do.
+        of_all = shards if "HYBRID" in name else {"NO_SHARD": 1}.get(name, processes)
+        sums = [read_shards(tmp_path / name, rank)["sums"] for rank in range(processes)]
+        assert sums == [sums[rank % of_all] for rank in range(processes)], name
+        assert len(set(map(tuple, sums))) == of_all, name
 
 
 @pytest.mark.long
-def test_one_large_batch_bf16_and_auto_which_is_fp32_on_a_cpu(train, plain_lm, tmp_path):
+def test_one_large_batch_bf16_and_auto_which_is_fp32_on_a_cpu(train, tiny_llama, texts, tmp_path):
     large = GLOBAL_BATCH // 2
     settings = {name: ("--precision", name) for name in ("auto", "bf16")}
     settings["large"] = ("--micro-batch-size", large)
     train("lm_multinode.py", settings, 2)
-    check_curves(tmp_path / "large", plain_lm(large))
-    check_curves(tmp_path / "auto", plain_lm())
-    check_low_precision(tmp_path / "bf16", plain_lm())
+    check_curves(tmp_path / "large", train_lm_plainly(tiny_llama, texts, large))
+    check_curves(tmp_path / "auto", train_lm_plainly(tiny_llama, texts))
+    check_low_precision(tmp_path / "bf16", train_lm_plainly(tiny_llama, texts))
 
 
 @pytest.mark.long
@@ -283,7 +226,6 @@ def digits(count, seed):
 
 @torch.no_grad()
 def score(model):
-    """The loss and the accuracy over the 100 test images."""
     images, labels = digits(100, 1)
     outputs = model(images)
     return F.nll_loss(outputs, labels).item(), (outputs.argmax(1) == labels).sum().item() / 100
@@ -291,8 +233,7 @@ def score(model):
 
 @functools.cache
 def train_mnist_plainly(network):
-    """The loss, the test loss and the accuracy of each epoch. Adam gets the gradient of the mean over a step's images.
-    Adadelta gets that of the sum, as in its document."""
+    """Adam gets the gradient of the mean over a step's images. Adadelta gets that of the sum, as in its document."""
     pixels, labels = (tensor[:IMAGES] for tensor in digits(192, 0))
     order = DistributedSampler(pixels, num_replicas=1, rank=0, seed=SEED)
     torch.manual_seed(SEED)
@@ -324,8 +265,7 @@ def epochs_of(folder):
 @pytest.mark.parametrize("network", ["shallow", "xpu"])
 @two_and_long(3, 4)
 def test_digits_are_learned_as_by_a_plain_loop(train, processes, network, tmp_path):
-    """By Adam, and by Adadelta with a learning rate that falls; so the sharded half of MNIST learns what the local one
-    does. Three cannot divide 100 test images, nor the weights. What is saved has the score that is reported."""
+    """Three cannot divide 100 test images, nor the weights. What is saved has the score that is reported."""
     script, shared, tolerance = "mnist_fsdp.py", ("--model", "shallow", "--lr", RATES[network]), AFTER_ADAM
     if network == "xpu":
         script, shared, tolerance = "mnist_fsdp_xpu.py", ("--gamma", 0.5, "--lr", RATES[network]), CLOSE

@@ -21,6 +21,7 @@ import pytest
 from conftest import (
     CLOSE,
     ROOT,
+    SMALL,
     VERSIONS,
     check_curves,
     curve,
@@ -32,7 +33,7 @@ from conftest import (
     write_csv,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
-from plain import adamw, cross_entropy, lm_batches, t5_batches, t5_loss, t5_samples, train_and_validate, train_plainly
+from plain import adamw, cross_entropy, lm_rate, t5_samples, train_lm, train_plainly, train_t5
 from shared import patched
 from transformers import (
     AutoModelForCausalLM,
@@ -83,18 +84,18 @@ VARIANTS = {"fsdp2": (), "fsdp2 recomputing and offloading": ("--activation-chec
 SHARED = ("--precision", "fp32", "--log-every", 1, "--max-steps", STEPS, "--lr", RATE)
 T5 = (*SHARED, "--num-train-samples", 0, "--num-validation-samples", 4, "--batch-size", 4, "--epochs", 1)
 T5 = (*T5, "--max-source-length", SOURCE, "--max-target-length", SUMMARY)
-LM = (*SHARED, "--seq-length", 32, "--global-batch-size", 8, "--micro-batch-size", 2, "--num-validation-texts", 8)
+LM = (*SMALL, *SHARED, "--global-batch-size", 8, "--micro-batch-size", 2, "--num-validation-texts", 8)
 LM = (*LM, "--warmup-steps", STEPS)
 
 
 # ---- Against loops without FSDP --------------------------------------------------------------------------------------
 def check_training(script, flags, plain, load, root, variants=VARIANTS):
-    """On two processes each variant trains as the plain loop did, and exports its model. Returns the output folders."""
+    """On two processes each variant trains as the plain loop did, and exports its model. Returns what it printed."""
     if Path(script).name == "t5_fsdp.py":
         variants = variants | {"fsdp1": fsdp(1)}
     folders = {name: root / name for name in variants}
     settings = {folders[name]: (*flags, *variants[name]) for name in variants}
-    run_many(script, settings, 2, change=["record_model"])
+    printed = run_many(script, settings, 2).stdout
     curves, loss_of = plain
     assert abs(curves[2][0] - curves[2][1]) > 1e-3  # it has learned something
     for name, folder in folders.items():
@@ -103,23 +104,12 @@ def check_training(script, flags, plain, load, root, variants=VARIANTS):
         assert len(exported) == ("--no-save-model" not in variants[name]), name
         for path in exported:
             assert loss_of(load(path)).item() == pytest.approx(curve(folder, "val_loss")[1], **CLOSE)
-    return folders.values()
+    return printed
 
 
-def train_t5_plainly(model, tokenizer, csv, prefix=""):
-    to_train, to_validate = (t5_samples(part, tokenizer, SOURCE, SUMMARY, prefix) for part in t5_articles(csv))
-    [to_validate] = t5_batches(to_validate[:4], tokenizer, 4)
-    batches = t5_batches(to_train, tokenizer, 8)[:STEPS]
-    optimizer = torch.optim.AdamW(model.parameters())
-    return train_and_validate(model, optimizer, batches, to_validate, t5_loss, lambda step: RATE)
-
-
-def train_lm_plainly(model, tokenizer, flags, weight_decay=0.1, loss_of=cross_entropy, **script):
-    args = parse("lm_multinode.py", *flags)
-    batches = itertools.islice(lm_batches(args, tokenizer, **script), STEPS)
-    to_validate = lm_held_out(args, tokenizer, **script)
-    optimizer = adamw(model, weight_decay)
-    return train_and_validate(model, optimizer, batches, to_validate, loss_of, lambda step: RATE * step / STEPS)
+def train_t5_plainly(model, tokenizer, csv, prefix="summarize: "):
+    samples = [t5_samples(part, tokenizer, SOURCE, SUMMARY, prefix) for part in t5_articles(csv)]
+    return train_t5(model, tokenizer, samples, 8, 4, STEPS, RATE)
 
 
 def add_adapters(model, *names):
@@ -151,17 +141,13 @@ def test_bart_and_m2m100_train_as_a_plain_loop_does(config_class, tiny_model, ar
     write_seq2seq(config_class, tokenizer, tmp_path / "pretrained")
     off = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float32, **off).train()
-    plain = train_t5_plainly(model, tokenizer, articles_csv)
+    plain = train_t5_plainly(model, tokenizer, articles_csv, prefix="")
 
     script = patched(tmp_path / "copy", "t5-bart") / "t5_fsdp.py"
     flags = (*T5, "--model", tmp_path / "pretrained", "--dataset", articles_csv)
     load = AutoModelForSeq2SeqLM.from_pretrained
-    for folder in check_training(script, flags, plain, load, tmp_path):
-        for rank in range(2):
-            seen = torch.load(folder / f"model-{rank}.pt")
-            assert seen["units"] == 2 * LAYERS + 1
-            assert len(seen["buffers"]) == len([*model.buffers()]) > 0
-            assert all(map(torch.equal, seen["buffers"], model.buffers()))
+    printed = check_training(script, (*flags, "--print-model"), plain, load, tmp_path)
+    assert len(re.findall(rf"{LAYERS} x FSDP\w+Layer\(", printed)) == 2  # units, in encoder and decoder
 
 
 @pytest.mark.long
@@ -170,7 +156,7 @@ def test_t5_with_lora_trains_as_peft_does(tiny_model, articles_csv, tmp_path):
         return PeftModel.from_pretrained(AutoModelForSeq2SeqLM.from_pretrained(tiny_model), adapter)
 
     model = add_adapters(AutoModelForSeq2SeqLM.from_pretrained(tiny_model), "q", "v")
-    plain = train_t5_plainly(model, AutoTokenizer.from_pretrained(tiny_model), articles_csv, "summarize: ")
+    plain = train_t5_plainly(model, AutoTokenizer.from_pretrained(tiny_model), articles_csv)
     script = patched(tmp_path / "copy", "t5-lora") / "t5_fsdp.py"
     check_training(script, (*T5, "--model", tiny_model, "--dataset", articles_csv), plain, load, tmp_path)
 
@@ -188,7 +174,7 @@ def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=getattr(torch, dtype))
     model = add_adapters(base, "q_proj", "v_proj").float()
     flags = (*LM, "--model", tiny_llama)
-    plain = train_lm_plainly(model, AutoTokenizer.from_pretrained(tiny_llama), flags)
+    plain = train_lm(model, AutoTokenizer.from_pretrained(tiny_llama), parse("lm_multinode.py", *flags))
     script = patched(tmp_path / "copy", "lm-lora") / "lm_multinode.py"
     script.write_text(script.read_text().replace("dtype=torch.float32)", f"dtype=torch.{dtype})"))
     variants = VARIANTS if dtype == "float32" else {"fsdp2": ("--no-save-model",)}
@@ -198,7 +184,6 @@ def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_loss_in_chunks_is_that_of_whole_logits(is_tied, tmp_path):
-    """On one and two processes, compiled into graphs, recomputing."""
     flags = (*LM, "--model", make_llama(tmp_path / "model", tie_word_embeddings=is_tied))
     script = patched(tmp_path / "copy", "lm-chunked-loss") / "lm_multinode.py"
     script.write_text(script.read_text().replace("CHUNK = 512", "CHUNK = 24"))  # 64 tokens in a micro-batch
@@ -229,7 +214,7 @@ def test_t5_in_fp16_is_close_to_a_plain_loop(processes, versions, tiny_model, ar
     """While accumulating, also on one process, where FSDP1 shards nothing."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     model = AutoModelForSeq2SeqLM.from_pretrained(tiny_model)
-    (exact, _, validation), _ = train_t5_plainly(model, tokenizer, articles_csv, "summarize: ")
+    (exact, _, validation), _ = train_t5_plainly(model, tokenizer, articles_csv)
     script = patched(tmp_path / "copy", "t5-fp16") / "t5_fsdp.py"
     flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--precision", "fp16", "--no-save-model")
     flags = (*flags, "--batch-size", 4 // processes, "--accumulation-steps", 2)
@@ -252,13 +237,13 @@ def train_replicas_plainly(folder, flags, replicas, local_steps, lr, momentum):
     optimizers = [adamw(model, weight_decay=0.1) for model in models]
     size = 4 // replicas
     losses, norms, validation = [], [], [cross_entropy(shared, held_out).item()]
-    for step, (micro_batches, _) in enumerate(itertools.islice(lm_steps(args, tokenizer), STEPS), 1):
+    for step, micro_batches in enumerate(itertools.islice(lm_steps(args, tokenizer), STEPS), 1):
         for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             ranks = range(number * size, (number + 1) * size)
             own = [batch for rank in ranks for batch in micro_batches[rank::4]]
             joined = {name: np.concatenate([batch[name] for batch in own]) for name in own[0]}
             loss_of = functools.partial(cross_entropy, model, joined)
-            curves = train_plainly(optimizer, [loss_of], lambda _, step=step: RATE * step / STEPS)
+            curves = train_plainly(optimizer, [loss_of], lambda _, step=step: lm_rate(args, step))
             if number == 0:
                 losses += curves[0]
                 norms += curves[1]
@@ -285,10 +270,10 @@ def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_pa
         outer = ("--local-steps", local_steps, "--outer-lr", lr, "--outer-momentum", momentum)
         mesh = ("--sharding-strategy", "DILOCO", "--shards-per-replica", 4 // replicas)
         settings[tmp_path / name] = (*flags, *mesh, *outer)
-    run_many(script, settings, 4, change=["record_model"])
+    run_many(script, settings, 4, change=["record_shards"])
     for name, outer in runs.items():
         check_curves(tmp_path / name, train_replicas_plainly(tiny_llama, flags, *outer))
-        sums = [torch.load(tmp_path / name / f"model-{rank}.pt")["sums"].tolist() for rank in range(4)]
+        sums = [json.loads((tmp_path / name / f"shards-{rank}.json").read_text())["sums"] for rank in range(4)]
         assert sums == [sums[rank % (4 // outer[0])] for rank in range(4)]
     two, averaging = (curve(tmp_path / name, "val_loss")[-1] for name in ("two", "averaging"))
     assert abs(two - averaging) > 1e-3
@@ -300,7 +285,6 @@ TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.conte
 
 
 def conversation(number):
-    """A question and an answer, or two of each."""
     messages = [{"role": "system", "content": "Be brief."}]
     for turn in range(1 + number % 2):
         article = builtin_article(2 * number + turn)
@@ -337,7 +321,6 @@ def conversations_of(batch):
 
 
 def answer_loss(model, batch):
-    """The mean over the answers' tokens, each conversation alone."""
     total, count = 0.0, 0
     for tokens, labels in conversations_of(batch):
         logits = model(torch.from_numpy(tokens)[None]).logits[0]
@@ -350,14 +333,13 @@ def answer_loss(model, batch):
 def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations_does(chat, tiny_llama, tmp_path):
     script, flags, tokenizer = chat
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    plain = train_lm_plainly(model, tokenizer, flags, loss_of=answer_loss, script=script)
+    plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), answer_loss, script=script)
     check_training(script.__file__, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path, {"fsdp2": ()})
 
 
 @pytest.mark.long
 def test_only_answers_are_learned(chat, tmp_path):
-    """To their ends, or to where they are cut off. A conversation may begin with an assistant, who has no prompt then;
-    of a block of records none may have an answer."""
+    """A conversation may begin with an assistant, who has no prompt; of a block of records none may have an answer."""
     script, flags, tokenizer = chat
     args = parse("lm_multinode.py", *flags)
 
@@ -407,7 +389,6 @@ def two_lines(step, num_steps):
 
 
 def half_a_wave(step, num_steps):
-    """After a warm-up of 6 steps, to the end."""
     if step < 6:
         return step / 6
     return 0.5 * (1 + math.cos(math.pi * (step - 6) / (num_steps - 5)))
@@ -416,7 +397,6 @@ def half_a_wave(step, num_steps):
 @pytest.mark.long
 @pytest.mark.parametrize("recipe, share", [("t5-schedule", two_lines), ("t5-cosine", half_a_wave)])
 def test_the_metric_and_the_schedules_are_what_they_say(recipe, share, tmp_path):
-    """Exact match is the share of equal summaries."""
     rows = [builtin_article(number) for number in range(200)]
     for number, row in enumerate(rows):
         row["headline"] = "Peel the beans." if number % 4 == 0 else "Wash the tomatoes."

@@ -61,7 +61,7 @@ def ip(*arguments):
 
 
 class TwoNodes:
-    """Starts processes on the nodes, and looks at the cable between them."""
+    """Starts processes on the nodes."""
 
     def __init__(self, names, folder):
         self.names, self.folder = names, folder
@@ -99,23 +99,3 @@ class TwoNodes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-
-    def sent_bytes(self, node):
-        """Bytes that a node has sent into the cable, headers included."""
-        return int(self.output(node, "cat", f"/sys/class/net/{CABLE}/statistics/tx_bytes"))
-
-    def limit(self, rate):
-        """Slow the cable down in both directions, to "1gbit" for example; None: as fast as the machine."""
-        for node in (0, 1):
-            self.output(node, *limit_command(rate))
-
-    def output(self, node, *command):
-        """What a command prints on a node."""
-        return ip("netns", "exec", self.names[node], *command)
-
-
-def limit_command(rate):
-    """The command that limits what this node sends: a token bucket, with room for one of the kernel's large packets."""
-    if rate is None:
-        return ["tc", "qdisc", "replace", "dev", CABLE, "root", "noqueue"]
-    return ["tc", "qdisc", "replace", "dev", CABLE, "root", "tbf", "rate", rate, "burst", "1mbit", "latency", "50ms"]

@@ -40,7 +40,7 @@ from datasets.distributed import split_dataset_by_node
 from plain import lm_samples, t5_ordered, t5_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 
-from inside import lm_loader, lm_texts, parse, peak_gib, set_up, t5_articles
+from inside import lm_loader, parse, peak_gib, set_up, t5_articles
 
 
 def tutorial(args, world):
@@ -76,8 +76,7 @@ def tutorial(args, world):
 
 def loader(args, world):
     """The LM's loader alone, in one process, which has all streams."""
-    files, _ = lm_texts(args)
-    steps = lm_loader(args, AutoTokenizer.from_pretrained(args.model), 0, 1, None, files)
+    steps = lm_loader(args, AutoTokenizer.from_pretrained(args.model))
     while True:  # many steps at a time: a block of texts fills 64 sequences at once
         yield sum(args.global_batch_size * args.seq_length for _ in itertools.islice(steps, 200))
 

@@ -30,7 +30,7 @@ import made_up
 import shared
 import transformers
 import will_it_fit
-from two_nodes import CABLE, limit_command, two_nodes
+from two_nodes import CABLE, two_nodes
 
 from inside import LM_STRATEGIES, lm_trainer, parse, set_up
 
@@ -44,7 +44,7 @@ def flags_of(model: str, strategy: str, micro_batches: int) -> list:
 def limit(world, link: float | None) -> None:
     """Hold this node's end of the cable at so many Mbit/s."""
     if world.local_rank == 0:
-        subprocess.run(limit_command(link and f"{link:g}mbit"), check=True)
+        subprocess.run(shared.limit_command(link and f"{link:g}mbit"), check=True)
 
 
 def count(function) -> torch.Tensor:

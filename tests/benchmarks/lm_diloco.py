@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from shared import patched, print_table, read_metrics
-from two_nodes import two_nodes
+from shared import limit_command, patched, print_table, read_metrics
+from two_nodes import ip, two_nodes
 
 TWO = ("--sharding-strategy", "DILOCO", "--shards-per-replica", 2)
 FOUR = ("--sharding-strategy", "DILOCO", "--shards-per-replica", 1)
@@ -57,5 +57,6 @@ if __name__ == "__main__":
     print(f"2 nodes of 2 processes, {options.link} between them, {options.steps} steps of {STEP_TOKENS:,} tokens")
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.system()}, {date.today()}\n")
     with tempfile.TemporaryDirectory() as scratch, two_nodes() as nodes:
-        nodes.limit(options.link)
+        for name in nodes.names:
+            ip("netns", "exec", name, *limit_command(options.link))
         print_table(rows(nodes, Path(scratch), options))

@@ -37,6 +37,13 @@ def patched(folder: Path, *names: str) -> Path:
     return folder
 
 
+def limit_command(rate: str | None) -> list[str]:
+    """What limits what a node of two_nodes.py sends: a token bucket, with room for a large packet of the kernel."""
+    if rate is None:
+        return ["tc", "qdisc", "replace", "dev", "eth0", "root", "noqueue"]
+    return ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "1mbit", "latency", "50ms"]
+
+
 def print_table(rows) -> None:
     """Print dictionaries with the same keys as a table in Markdown, each as soon as it is there."""
     for number, row in enumerate(rows):
