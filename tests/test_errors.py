@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -39,10 +40,12 @@ USUAL = [
     (f"{T5} --model bert", 1, "--model bert", "docs/your-model-and-data.md"),
     (f"{T5} --model some/absent", 1, "some/absent is no folder here"),
     (f"{T5} --model t5-bare", 2, "t5-bare has no tokenizer"),
+    (f"{T5} --model t5-cut", 2, "t5-cut"),
     ("t5_fsdp.py --backward-prefetch post", 1, "--backward-prefetch", "--fsdp-version 1"),
     ("lm_multinode.py --dataset absent*.jsonl", 1, "absent*.jsonl"),
     ("lm_multinode.py --dataset columns.jsonl", 2, "columns.jsonl", "text", "body"),
     ("lm_multinode.py --dataset cut.jsonl", 2, "cut.jsonl", "JSON"),
+    ("lm_multinode.py --dataset empty.jsonl", 2, "empty.jsonl: it is empty"),
     ("lm_multinode.py --dataset few.jsonl", 1, "--dataset few.jsonl", "too few texts"),
     *((f"lm_multinode.py --dataset later-{kind}", 2, f"wrong.{kind}") for kind in ("jsonl", "json.gz", "parquet")),
     ("lm_multinode.py --tokenizer endless", 1, "EOS"),
@@ -85,6 +88,7 @@ CONTENTS = {
     "utf16.csv": "text,headline\na,b\n".encode("utf-16"),
     "articles.xlsx": b"",
     "texts.tsv": b"text\na\n",
+    "empty.jsonl": b"",
     "file": b"",
 }
 
@@ -115,6 +119,8 @@ def files(tmp_path_factory, articles_csv):
     (folder / "trained/checkpoints/step-0000001/.metadata").touch()
 
     make_model(folder / "t5")
+    shutil.copytree(folder / "t5", folder / "t5-cut")
+    os.truncate(folder / "t5-cut/model.safetensors", 9999)
     (folder / "bert").mkdir()
     (folder / "bert" / "config.json").write_text('{"model_type": "bert"}')
     train_tokenizer(["0 1"], 300, append_eos=False).save_pretrained(folder / "short")
