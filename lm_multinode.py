@@ -661,11 +661,14 @@ def steps_on_device(args, world, files: list[DataFile], tokenizer, positions: li
         **common.WORKERS,
     )
     for step in loader:
-        positions = step.pop("position")[size - 1 :: size]
+        positions = step.pop("position")  # after each sequence
         for name, tensor in step.items():
-            step[name] = tensor.to(world.device, non_blocking=True).long().split(size)
-        micro_batches = zip(*step.values(), strict=True)
-        yield [dict(zip(step, tensors, strict=True)) for tensors in micro_batches], positions
+            step[name] = tensor.to(world.device, non_blocking=True).long()
+        micro_batches = []
+        for first in range(0, len(positions), size):
+            rows = slice(first, first + size)
+            micro_batches.append({name: tensor[rows] for name, tensor in step.items()})
+        yield micro_batches, positions[size - 1 :: size]
 
 
 @torch.no_grad()
