@@ -548,13 +548,13 @@ def load_checkpoint(path: Path, args, must_match: list[str], model, optimizer) -
     return progress
 
 
-def load_pretrained(kind, name: str, **options):
-    """`kind.from_pretrained(name)`: of a folder, or of the Hub. Raises UserError that names it."""
+def load_pretrained(kind, name: str, what: str, **options):
+    """`kind.from_pretrained(name)`: of a folder, or of the Hub. Raises UserError that names it, and
+    what it should have."""
     try:
         return kind.from_pretrained(name, **options)
     except Exception as error:  # each library that reads a file has its own
         place = "" if Path(name).exists() else " is no folder here, and on the Hub it"
-        what = kind.__name__.removeprefix("Auto")
         raise UserError(f"{name}{place} has no {what} to read: {error}") from error
 
 
@@ -562,7 +562,7 @@ def load_tokenizer(name: str):
     """Of a model's folder or Hub name. Raises UserError where there is none."""
     from transformers import AutoTokenizer  # here, as the scripts without text need not wait for it
 
-    tokenizer = load_pretrained(AutoTokenizer, name)
+    tokenizer = load_pretrained(AutoTokenizer, name, "tokenizer")
     # Without files transformers makes one that knows special tokens only, and T5's a space.
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
         raise UserError(f"{name} has no tokenizer; save one there: tokenizer.save_pretrained()")
@@ -632,13 +632,12 @@ def export(model, meta_model, tokenizer, folder: Path, world):
             if re.fullmatch(WEIGHTS, file.name):
                 file.unlink()
         # Weights last: if this run is killed here, the folder has none, and loads as no model.
-        for file in partial.iterdir():
-            if file.suffix != ".safetensors":
-                file.replace(folder / file.name)
-        for file in partial.iterdir():
+        ignore = shutil.ignore_patterns("*.safetensors")
+        shutil.copytree(partial, folder, ignore=ignore, dirs_exist_ok=True)
+        for file in partial.glob("*.safetensors"):
             shutil.copymode(folder / "tokenizer_config.json", file)  # theirs: owner only
             file.replace(folder / file.name)
-        partial.rmdir()
+        shutil.rmtree(partial)
     dist.barrier()  # rank 0's disk may be slow
 
 
@@ -746,7 +745,7 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         if set(rows.column_names) == {"title", "text", "headline"}:  # WikiHow's
             columns.append("title")
         articles = rows.map(clean, input_columns=columns, remove_columns=rows.column_names)
-    except (ValueError, datasets.exceptions.DatasetsError) as error:
+    except Exception as error:  # datasets and what it reads with have many
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError):
             cause = f"{cause}; convert it to UTF-8 with iconv"

@@ -180,12 +180,14 @@ def mesh_shape(args, world) -> tuple[int, int]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, which become units: what transformers never splits over devices. BERT names what
-    holds its embedding, too, but that may be shared with the output layer."""
+    """The layers, which become units: what transformers never splits over devices. Zamba names
+    layers inside others, too, and BERT what holds its embedding, which the output layer may share.
+    """
     names = model._no_split_modules or ()
     embedding = model.get_input_embeddings()
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    return [layer for layer in layers if embedding not in layer.modules()]
+    inner = {module for layer in layers for module in layer.modules() if module is not layer}
+    return [layer for layer in layers if layer not in inner and embedding not in layer.modules()]
 
 
 def embedding_and_head(model: nn.Module) -> list[nn.Module]:
@@ -315,7 +317,9 @@ def load_model(args, config) -> nn.Module:
     if args.model in MODELS:
         model = kind.from_config(config, dtype=torch.float32)
     else:
-        model = common.load_pretrained(kind, args.model, config=config, dtype=torch.float32)
+        model = common.load_pretrained(
+            kind, args.model, "weights", config=config, dtype=torch.float32
+        )
     return model.train()  # a pretrained one comes in eval()
 
 
@@ -335,11 +339,15 @@ def load_data(args, checkpoint: Path | None) -> tuple:
         config = load_config(args)
     if args.tokenizer or is_pretrained:
         tokenizer = common.load_tokenizer(args.tokenizer or args.model)
-        # Without added tokens: Gemma 3's tokenizer has one for images, its embedding has not.
-        if is_pretrained and tokenizer.vocab_size > config.vocab_size:
+        if tokenizer.eos_token_id is None:
+            raise common.UserError("the tokenizer has no EOS token, which ends each text")
+        # Without other added tokens: Gemma 3's has one for images, for which the embedding has no
+        # row.
+        num_tokens = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
+        if is_pretrained and num_tokens > config.vocab_size:
             raise common.UserError(
                 f"--model {args.model} knows {config.vocab_size} tokens, and the tokenizer has"
-                f" {tokenizer.vocab_size}; choose the model's own --tokenizer"
+                f" {num_tokens}; choose the model's own --tokenizer"
             )
 
     files, to_train, held_out = load_texts(args)
@@ -347,8 +355,6 @@ def load_data(args, checkpoint: Path | None) -> tuple:
         tokenizer = common.load_tokenizer(checkpoint)
     elif tokenizer is None:
         tokenizer = common.train_tokenizer(to_train[:2000], vocab_size=2048, append_eos=False)
-    if tokenizer.eos_token_id is None:
-        raise common.UserError("the tokenizer has no EOS token, which ends each text")
     if config is None:
         config = copy.deepcopy(MODELS[args.model])
         config.vocab_size = 64 * math.ceil(len(tokenizer) / 64)  # fast on tensor cores
@@ -368,7 +374,7 @@ def load_data(args, checkpoint: Path | None) -> tuple:
 
 def load_config(args):
     """Of a pretrained --model. Raises UserError where the script cannot train such a model."""
-    config = common.load_pretrained(AutoConfig, args.model)
+    config = common.load_pretrained(AutoConfig, args.model, "config")
     config._attn_implementation = ATTENTION
     try:
         text_config = config.get_text_config()
@@ -430,7 +436,7 @@ def find_files(args) -> list[DataFile]:
         return [DataFile("builtin", "builtin")]
 
     card = Path(name, "README.md")
-    has_card = card.exists() and card.read_text().startswith("---")  # which names its files
+    has_card = card.exists() and card.read_bytes().startswith(b"---")  # which names its files
     is_folder = os.path.isdir(name) and not has_card
     with naming(f"--dataset {name} (.jsonl, .json, .parquet, a folder, or a name on the Hub)"):
         if is_folder:
@@ -447,10 +453,10 @@ def find_files(args) -> list[DataFile]:
         if is_folder and (not ending or HELD_BACK.search(path)):
             continue
         files.append(DataFile(ending[1].lower() if ending else builder.name, path))
-    if streams_of_a_file(args, len(files)) == 1:
+    if streams_of_a_file(args, files) == 1:
         return files
 
-    # So few would be read by several streams. Of Parquet files these can have groups of rows.
+    # Several streams would read the same ones. Of Parquet files each can have groups of rows.
     groups = []
     for file in files:
         num_groups = 1
@@ -461,12 +467,18 @@ def find_files(args) -> list[DataFile]:
     return groups
 
 
-def streams_of_a_file(args, num_files: int) -> int:
-    """How many streams share a file, which each of them then reads: as few as have eight files
-    together, or all. With eight, files of any size weigh what they hold, about."""
+def streams_of_a_file(args, files: list[DataFile]) -> int:
+    """How many streams share files, which each of them then reads: so few that no file is more than
+    an eighth of their part of the data, or all. So a file weighs what it holds, about."""
     num_streams = args.global_batch_size // args.micro_batch_size
+    sizes = []
+    for file in files:
+        is_here = os.path.exists(file.path)
+        size = os.path.getsize(file.path) if is_here else 1  # the Hub's are mostly of one size
+        sizes.append(size / file.num_groups)
     for sharing in range(1, num_streams):
-        if num_streams % sharing == 0 and num_files * sharing >= 8 * num_streams:
+        eighth = sum(sizes) * sharing / num_streams / 8
+        if num_streams % sharing == 0 and max(sizes, default=0) <= eighth:
             return sharing
     return num_streams
 
@@ -474,9 +486,12 @@ def streams_of_a_file(args, num_files: int) -> int:
 def open_file(file: DataFile) -> datasets.IterableDataset:
     if file.kind == "builtin":
         return datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset()
-    # By itself, so that its columns need not be those of other files.
-    options = {"split": "train", "streaming": True}
-    rows = datasets.load_dataset(file.kind, data_files=file.path, **options)
+    # By itself, so that its columns need not be those of other files. Nor need all rows be as the
+    # first ones, from which datasets concludes the features of a .jsonl file.
+    builder = datasets.load_dataset_builder(file.kind, data_files=file.path)
+    rows = builder.as_streaming_dataset(split="train")
+    builder.info.features = None
+    rows.info.features = None
     if file.num_groups > 1:
         rows = rows.reshard().shard(file.num_groups, file.group)
     return rows
@@ -534,7 +549,7 @@ def load_texts(args) -> tuple[list[DataFile], list[str], list[str]]:
         listed = ", ".join(names[:5] + ["..."] * (len(names) > 5))
         print(f"dataset  {args.dataset}, files: {len(names):,} ({listed})", flush=True)
         num_texts = len(to_train) + len(held_out)
-        sharing = streams_of_a_file(args, len(files))
+        sharing = streams_of_a_file(args, files)
         rest = f"{num_rows - num_texts:,} rows without one; {sharing} streams read each file"
         print(f"texts    {more}{num_texts:,}, {rest}", flush=True)
     return files, to_train, held_out[: args.num_validation_texts]
@@ -569,7 +584,7 @@ def read_texts(args, files: list[DataFile], number: int, position: list):
     its own, so that kinds of texts mix.
     """
     num_streams = args.global_batch_size // args.micro_batch_size
-    sharing = streams_of_a_file(args, len(files))
+    sharing = streams_of_a_file(args, files)
     dealt = random.Random(args.seed).sample(files, len(files))
     of_stream = dealt[number // sharing :: num_streams // sharing]
     order = random.Random(number).sample(range(len(of_stream)), len(of_stream))

@@ -320,10 +320,8 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 NUM_SCORED = 100  # articles whose summaries are generated and scored
 
 # Words of any script, and single characters where a script has no spaces between words
-WORDS = (
-    r"(?V1)[[\p{L}\p{M}\p{N}]--[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]]+"
-    r"|[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]"
-)
+NO_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+WORDS = rf"(?V1)[[\p{{L}}\p{{M}}\p{{N}}]--[{NO_SPACES}]]+|[{NO_SPACES}]"
 
 
 class RougeTokenizer(PorterStemmer):
@@ -341,7 +339,9 @@ def load_model(args, config) -> nn.Module:
     if args.model == "builtin":
         model = kind.from_config(config, dtype=torch.float32)
     else:
-        model = common.load_pretrained(kind, args.model, config=config, dtype=torch.float32)
+        model = common.load_pretrained(
+            kind, args.model, "weights", config=config, dtype=torch.float32
+        )
     return model.train()  # a pretrained one comes in eval()
 
 
@@ -371,7 +371,7 @@ def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
         )
         return config, tokenizer
 
-    config = common.load_pretrained(AutoConfig, args.model)
+    config = common.load_pretrained(AutoConfig, args.model, "config")
     if config.model_type not in ("t5", "mt5", "umt5"):
         raise common.UserError(
             f"--model {args.model} is not a T5; docs/your-model-and-data.md says what to change"

@@ -25,6 +25,11 @@ def tokenizer():
     return inside.train_tokenizer(["0 1 2 3 4 5 6 7 8 9 lorem"] * 2, 300, append_eos=False)
 
 
+def write_rows(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def lm_args(dataset, text_column="text", streams=1, **flags):
     """A step has a micro-batch of each stream."""
     flags = {"micro_batch_size": 2, "seq_length": 16, "num_validation_texts": 1000} | flags
@@ -65,7 +70,7 @@ def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer):
     """Each pass in another order. Contents alone decide what is held out, also where fewer are validated on."""
     all_held_out = []
     # Files of their own for each of four streams; a few, and a single one, that they share; files of a text each.
-    for number, shards in enumerate([[5] * 32, [40] * 4, [160], [1] * 70, [70, 70, 3, 15]]):
+    for number, shards in enumerate([[4] * 40, [40] * 4, [160], [1] * 70, [70, 70, 3, 15]]):
         folder = tmp_path / str(number)
         folder.mkdir()
         args = lm_args(write_shards(folder, shards), streams=4, seq_length=8)  # little is cut off at a block's end
@@ -95,21 +100,26 @@ def test_every_text_comes_once_in_a_pass(tmp_path, tokenizer):
     assert fewer[0] | fewer[1] <= first
 
 
-def test_kinds_of_texts_mix(tmp_path, tokenizer):
-    """Four files, each of a kind: in half a pass each has its share, and the small one no more."""
-    sizes = {"ant": 900, "bee": 700, "cat": 1100, "dog": 20}
+@pytest.mark.parametrize("dogs, dog_files", [(20, 1), (140, 70)])
+def test_kinds_of_texts_mix(dogs, dog_files, tmp_path):
+    """Each file is of a kind: in half a pass each kind has its share. 70 small files are nine for each stream, but the
+    large ones are too large for a stream of their own."""
+    sizes = {"ant": 900, "bee": 700, "cat": 1100, "dog": dogs}
+    total = sum(sizes.values())
     for kind, count in sizes.items():
         rows = [{"text": f"{kind} {number}"} for number in range(count)]
-        (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files = dog_files if kind == "dog" else 1
+        for file in range(files):
+            write_rows(tmp_path / f"{kind}{file}.jsonl", rows[file::files])
     args = lm_args(tmp_path, streams=8, micro_batch_size=1)
     tokenizer = inside.train_tokenizer(["ant bee cat dog 0 1 2 3 4 5 6 7 8 9"] * 9, 300, append_eos=False)
     counts = collections.Counter()
     for micro_batches in itertools.islice(inside.lm_steps(args, tokenizer), 60):
         for batch in micro_batches:
             counts.update(re.findall("ant|bee|cat|dog", tokenizer.decode(batch["input_ids"].ravel())))
-    assert 0.3 * 2720 < counts.total() < 0.7 * 2720
+    assert 0.3 * total < counts.total() < 0.7 * total
     for kind, count in sizes.items():
-        assert counts[kind] / counts.total() == pytest.approx(count / 2720, rel=0.5, abs=0.02)
+        assert counts[kind] / counts.total() == pytest.approx(count / total, rel=0.5, abs=0.02)
 
 
 def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
@@ -178,9 +188,14 @@ def test_all_formats_hold_the_same_texts(tmp_path, monkeypatch):
         assert inside.lm_all_texts(args) == sorted(texts)
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_rows_need_not_be_alike(tmp_path):
+    """The library reads 10 MB at a time, and guesses the types of all rows from the first."""
+    texts = [f"{number} " + "lorem " * 30_000 for number in range(100)]
+    rows = [{"text": text, "id": number, "note": None} for number, text in enumerate(texts)]
+    for number in range(70, 100):
+        rows[number] |= {"id": f"A{number}", "note": "late", "url": "http://x"}
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert inside.lm_all_texts(lm_args(tmp_path / "rows.jsonl")) == sorted(texts)
 
 
 def test_a_folder_means_its_files(tmp_path):
@@ -358,7 +373,9 @@ def test_contents_alone_decide_what_is_held_out(tmp_path):
 
 
 def test_rouge_of_any_script():
-    texts = "Вымойте яблоки и груши.|洗苹果,然后切土豆。|اغسل التفاح ثم قشره.|हिन्दी की किताब।|りんごを洗う。"
+    texts = (
+        "Вымойте яблоки и груши.|洗苹果,然后切土豆。|اغسل التفاح ثم قشره.|हिन्दी की किताब।|りんごを洗う。|ကျွန်တော်စာဖတ်သည်"
+    )
     for text in texts.split("|"):
         assert inside.rouge(text, text) == [1, 1, 1]
         assert 0 < inside.rouge(text, text[: len(text) // 2])[0] < 1

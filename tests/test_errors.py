@@ -40,7 +40,7 @@ USUAL = [
     (f"{T5} --model bert", 1, "--model bert", "docs/your-model-and-data.md"),
     (f"{T5} --model some/absent", 1, "some/absent is no folder here"),
     (f"{T5} --model t5-bare", 2, "t5-bare has no tokenizer"),
-    (f"{T5} --model t5-cut", 2, "t5-cut"),
+    (f"{T5} --model t5-cut", 2, "t5-cut has no weights"),
     ("t5_fsdp.py --backward-prefetch post", 1, "--backward-prefetch", "--fsdp-version 1"),
     ("lm_multinode.py --dataset absent*.jsonl", 1, "absent*.jsonl"),
     ("lm_multinode.py --dataset columns.jsonl", 2, "columns.jsonl", "text", "body"),
@@ -63,6 +63,7 @@ RARE = [
     (f"{T5} --lr 1e30 --precision fp32 --no-run-validation --batch-size 2 --checkpoint-every 4", 1, "finite", "--lr"),
     ("t5_fsdp.py --dataset someone/absent", 1, "someone/absent"),
     ("lm_multinode.py --model small --seq-length 64", 1, "--model small knows 9 tokens", "--tokenizer"),
+    ("lm_multinode.py --model added", 1, "--model added", "--tokenizer"),
     ("lm_multinode.py --model llama-bare", 2, "llama-bare has no tokenizer"),
     ("lm_multinode.py --dataset c4", 1, "c4"),
     (f"{MNIST} mnist --lr 1e30 --epochs 1 --model shallow --batch-size 16", 2, "finite", "--lr"),
@@ -73,6 +74,7 @@ RARE = [
     ("t5_fsdp.py --dataset latin1.csv", 1, "iconv"),
     ("t5_fsdp.py --dataset latin1.jsonl", 1, "iconv"),
     ("t5_fsdp.py --dataset cut.jsonl", 1, "--dataset cut.jsonl"),
+    ("t5_fsdp.py --dataset cut.jsonl.gz", 1, "--dataset cut.jsonl.gz"),
     ("t5_fsdp.py --dataset header.csv", 1, "--dataset header.csv"),
 ]
 
@@ -89,6 +91,7 @@ CONTENTS = {
     "articles.xlsx": b"",
     "texts.tsv": b"text\na\n",
     "empty.jsonl": b"",
+    "cut.jsonl.gz": gzip.compress(b'{"text": "a", "headline": "b"}\n' * 999)[:-30],
     "file": b"",
 }
 
@@ -127,6 +130,9 @@ def files(tmp_path_factory, articles_csv):
     LlamaConfig(max_position_embeddings=64).save_pretrained(folder / "short")
     endless = train_tokenizer(["0 1"], 300, append_eos=False)
     endless.save_pretrained(folder / "small")
+    endless.eos_token = "<end>"  # the next id
+    endless.save_pretrained(folder / "added")
+    LlamaConfig(vocab_size=endless.vocab_size).save_pretrained(folder / "added")
     endless.eos_token = None
     endless.save_pretrained(folder / "endless")
     LlamaConfig(vocab_size=9).save_pretrained(folder / "small")

@@ -37,6 +37,9 @@ KINDS = {
     "qwen3": {**GROUPED, "tie_word_embeddings": True},
     "gemma3_text": {**GROUPED, "sliding_window": LENGTH, "layer_types": ["sliding_attention", "full_attention"]},
     "lfm2": {**SHAPE, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+    # A layer inside another.
+    "zamba2": {**SHAPE, "hybrid_layer_ids": [1], "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1}
+    | {"mamba_headdim": 16, "n_mamba_heads": 4, "mamba_d_state": 8, "chunk_size": 16, "num_key_value_heads": 4},
     # Two or four processes cannot divide three experts.
     "mixtral": {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2},
     "qwen3_moe": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},

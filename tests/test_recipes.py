@@ -176,7 +176,7 @@ def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
     flags = (*LM, "--model", tiny_llama)
     plain = train_lm(model, AutoTokenizer.from_pretrained(tiny_llama), parse("lm_multinode.py", *flags))
     script = patched(tmp_path / "copy", "lm-lora") / "lm_multinode.py"
-    script.write_text(script.read_text().replace("dtype=torch.float32)", f"dtype=torch.{dtype})"))
+    script.write_text(script.read_text().replace("dtype=torch.float32", f"dtype=torch.{dtype}"))
     variants = VARIANTS if dtype == "float32" else {"fsdp2": ("--no-save-model",)}
     check_training(script, flags, plain, load, tmp_path, variants)
 

@@ -8,10 +8,22 @@ import signal
 import subprocess
 
 import pytest
-from conftest import AFTER_ADAM, SMALL, curve, losses, make_llama, make_model, records, run_many, started, write_csv
+from conftest import (
+    AFTER_ADAM,
+    SMALL,
+    curve,
+    losses,
+    make_llama,
+    make_model,
+    make_tokenizer,
+    records,
+    run_many,
+    started,
+    write_csv,
+)
 from shared import patched
 from test_errors import refuse
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inside import UserError, builtin_article, check_settings, parse
 
@@ -327,12 +339,18 @@ def test_a_second_model_takes_the_place_of_the_first_and_of_no_other_file(lm, tm
     for name in old | kept:
         (model / name).touch()
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n{"step": 8, "lo')
-    flags = (*lm, "--max-steps", 1, "--checkpoint-every", 0, "--output-dir", tmp_path)
+    make_tokenizer(tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer.chat_template = {"default": "", "tools": ""}
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tokenizer.save_pretrained(model)  # one template is in a folder
+    flags = (*lm, "--tokenizer", tmp_path / "tokenizer", "--max-steps", 1, "--checkpoint-every", 0)
+    flags = (*flags, "--output-dir", tmp_path)
     assert "in place of" in launch("lm_multinode.py", *flags, processes=1).stdout
 
     names = {path.name for path in model.iterdir()}
     assert not names & old and kept < names
-    assert len({path.stat().st_mode for path in model.iterdir()}) == 1
+    assert len({path.stat().st_mode for path in model.iterdir() if path.is_file()}) == 1
     AutoModelForCausalLM.from_pretrained(model)
     assert [row["step"] for row in records(tmp_path)] == [7, 0, 1, 1]
 
@@ -344,7 +362,7 @@ def test_a_killed_export_leaves_no_mixture(lm, tmp_path):
     launch("lm_multinode.py", *flags, processes=1)
     weights = tmp_path / "model" / "model.safetensors"
     content = weights.read_bytes()
-    launch("lm_multinode.py", *flags, processes=1, check=False, change=("kill_in_export", 5))
+    launch("lm_multinode.py", *flags, processes=1, check=False, change=("kill_in_export", 2))
     assert (weights.parent / ".partial" / weights.name).read_bytes() == content
     with pytest.raises(OSError, match="no file"):
         AutoModelForCausalLM.from_pretrained(weights.parent)
