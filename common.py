@@ -745,7 +745,7 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         if set(rows.column_names) == {"title", "text", "headline"}:  # WikiHow's
             columns.append("title")
         articles = rows.map(clean, input_columns=columns, remove_columns=rows.column_names)
-    except Exception as error:  # datasets and what it reads with have many
+    except (ValueError, EOFError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError):
             cause = f"{cause}; convert it to UTF-8 with iconv"

@@ -313,12 +313,11 @@ MODELS = {
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
     torch.manual_seed(args.seed)
-    kind = AutoModelForCausalLM
     if args.model in MODELS:
-        model = kind.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
         model = common.load_pretrained(
-            kind, args.model, "weights", config=config, dtype=torch.float32
+            AutoModelForCausalLM, args.model, "weights", config=config, dtype=torch.float32
         )
     return model.train()  # a pretrained one comes in eval()
 
@@ -341,8 +340,7 @@ def load_data(args, checkpoint: Path | None) -> tuple:
         tokenizer = common.load_tokenizer(args.tokenizer or args.model)
         if tokenizer.eos_token_id is None:
             raise common.UserError("the tokenizer has no EOS token, which ends each text")
-        # Without other added tokens: Gemma 3's has one for images, for which the embedding has no
-        # row.
+        # Of the added tokens only EOS counts: for that of images Gemma 3's embedding has no row.
         num_tokens = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
         if is_pretrained and num_tokens > config.vocab_size:
             raise common.UserError(
@@ -415,6 +413,7 @@ class DataFile(NamedTuple):
 
     kind: str
     path: str
+    size: float = 1  # in bytes where it is on this disk; the Hub's files are mostly of one size
     group: int = 0
     num_groups: int = 1
 
@@ -452,7 +451,8 @@ def find_files(args) -> list[DataFile]:
         ending = FORMATS.search(path)
         if is_folder and (not ending or HELD_BACK.search(path)):
             continue
-        files.append(DataFile(ending[1].lower() if ending else builder.name, path))
+        kind = ending[1].lower() if ending else builder.name
+        files.append(DataFile(kind, path, os.path.getsize(path) if os.path.exists(path) else 1))
     if streams_of_a_file(args, files) == 1:
         return files
 
@@ -463,7 +463,8 @@ def find_files(args) -> list[DataFile]:
         if file.kind == "parquet":
             with naming(file.path):
                 num_groups = open_file(file).reshard().num_shards
-        groups += [file._replace(group=i, num_groups=num_groups) for i in range(num_groups)]
+        part = file._replace(size=file.size / num_groups, num_groups=num_groups)
+        groups += [part._replace(group=number) for number in range(num_groups)]
     return groups
 
 
@@ -471,11 +472,7 @@ def streams_of_a_file(args, files: list[DataFile]) -> int:
     """How many streams share files, which each of them then reads: so few that no file is more than
     an eighth of their part of the data, or all. So a file weighs what it holds, about."""
     num_streams = args.global_batch_size // args.micro_batch_size
-    sizes = []
-    for file in files:
-        is_here = os.path.exists(file.path)
-        size = os.path.getsize(file.path) if is_here else 1  # the Hub's are mostly of one size
-        sizes.append(size / file.num_groups)
+    sizes = [file.size for file in files]
     for sharing in range(1, num_streams):
         eighth = sum(sizes) * sharing / num_streams / 8
         if num_streams % sharing == 0 and max(sizes, default=0) <= eighth:
@@ -610,12 +607,13 @@ def read_texts(args, files: list[DataFile], number: int, position: list):
 def read_sequences(args, files: list[DataFile], tokenizer, number: int, position: str | None):
     """Yield the sequences of stream `number`, each with the position after it. They come in blocks
     of 64 or more, in each of which texts are shuffled and packed."""
-    start = f"[[0, null, 0], 0, 0, {len(files)}]"
-    after_texts, block, num_done, num_files = json.loads(position or start)
-    if num_files != len(files):
+    sharing = streams_of_a_file(args, files)
+    layout = f"{len(files)} files, or groups of rows, each read by {sharing} streams"
+    start = json.dumps([[0, None, 0], 0, 0, layout])
+    after_texts, block, num_done, layout_before = json.loads(position or start)
+    if layout != layout_before:
         raise common.UserError(
-            f"the run had {num_files} files, or Parquet's groups of rows, and now there are"
-            f" {len(files)}; choose another --output-dir"
+            f"the run had {layout_before}, and now there are {layout}; choose another --output-dir"
         )
     texts_of_stream = read_texts(args, files, number, after_texts)
     while True:
@@ -632,7 +630,7 @@ def read_sequences(args, files: list[DataFile], tokenizer, number: int, position
         for row in range(num_done, len(sequences["labels"])):
             # In 32 bits: the worker sends it through shared memory, of which Docker gives little.
             sequence = {name: rows[row].astype("int32") for name, rows in sequences.items()}
-            after = json.dumps([before_block, block, row + 1, num_files])
+            after = json.dumps([before_block, block, row + 1, layout])
             yield sequence | {"position": after}
         block += 1
         num_done = 0

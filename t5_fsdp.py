@@ -335,12 +335,11 @@ class RougeTokenizer(PorterStemmer):
 def load_model(args, config) -> nn.Module:
     """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
     torch.manual_seed(args.seed)
-    kind = AutoModelForSeq2SeqLM
     if args.model == "builtin":
-        model = kind.from_config(config, dtype=torch.float32)
+        model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
     else:
         model = common.load_pretrained(
-            kind, args.model, "weights", config=config, dtype=torch.float32
+            AutoModelForSeq2SeqLM, args.model, "weights", config=config, dtype=torch.float32
         )
     return model.train()  # a pretrained one comes in eval()
 

@@ -230,17 +230,22 @@ def test_short_texts_never_end_a_run(tmp_path):
 def test_a_run_goes_on_with_its_tokenizer_and_its_files(tmp_path):
     """Also where the texts have changed."""
     folder = tmp_path / "texts"
-    write_rows(folder / "a.jsonl", [{"text": f"{number} lorem " * 9} for number in range(300)])
+    for number in range(20):  # of two streams each has its own
+        write_rows(folder / f"{number}.jsonl", [{"text": f"{text} lorem " * 9} for text in range(number, 300, 20)])
     flags = ("--dataset", folder, "--max-steps", 4, "--micro-batch-size", 8, "--seq-length", 16, "--log-every", 1)
     run_many("lm_multinode.py", {tmp_path / "first": (*flags, "--checkpoint-every", 2)}, 1)
-    write_rows(folder / "a.jsonl", [{"text": f"ipsum {number} " * 9} for number in range(300)])
+    for path in folder.iterdir():
+        path.write_text(path.read_text().replace("lorem", "ipsum"))
     shutil.copytree(tmp_path / "first/checkpoints/step-0000002", tmp_path / "second/checkpoints/step-0000002")
     run_many("lm_multinode.py", {tmp_path / "second": (*flags, "--resume")}, 1)
     tokenizers = [(tmp_path / name / "model/tokenizer.json").read_bytes() for name in ("first", "second")]
     assert tokenizers[0] == tokenizers[1]
 
-    write_rows(folder / "b.jsonl", [{"text": "another file"}])
-    refuse("lm_multinode.py", *flags, "--resume", "--output-dir", tmp_path / "second", words=["files"])
+    resume = ("lm_multinode.py", *flags, "--resume", "--output-dir", tmp_path / "second")
+    write_rows(folder / "0.jsonl", [{"text": f"{number} lorem"} for number in range(9000)])  # too large for one stream
+    refuse(*resume, words=["1 streams", "2 streams"])
+    (folder / "0.jsonl").unlink()
+    refuse(*resume, words=["20 files", "19 files"])
 
 
 # ---- Articles of t5_fsdp.py ------------------------------------------------------------------------------------------
