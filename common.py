@@ -1,14 +1,12 @@
-"""What the training scripts share: processes, metrics, checkpoints, and the data for summarization.
+"""What the training scripts share: processes, metrics, checkpoints, and the summarization data.
 
-Copy this file together with the script you start from. What is sharded, and how, is in the script.
+Copy this file together with a script. Everything about sharding is in the script.
 """
 
 import argparse
 import contextlib
-import csv
 import ctypes
 import gc
-import hashlib
 import json
 import logging
 import math
@@ -22,6 +20,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -51,31 +50,31 @@ class HelpFormatter(
     argparse.RawDescriptionHelpFormatter,
     argparse.ArgumentDefaultsHelpFormatter,
 ):
-    """The header of a script as it is written, and the default of every flag."""
+    """Print a script's header as written, and the default of every flag."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        fail(message, code=2)  # prints it once, although every process parses the flags
 
 
 def make_parser(header: str) -> argparse.ArgumentParser:
-    """argparse, with a script's header as its help."""
-    sys.stdout.reconfigure(errors="replace")  # a screen without UTF-8 loses letters, not the run
-    parser = argparse.ArgumentParser(
+    return Parser(
         usage="%(prog)s [flags]",
         description=header,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    # From one rank, not from each
-    parser.error = lambda message: fail(f"{message} (--help lists every flag)", code=2)
-    return parser
 
 
 def at_least(minimum: int, kind=int):
-    """A type for argparse: whole numbers, or floats, from `minimum` on."""
+    """An argparse type for ints, or floats, that are `minimum` or larger."""
 
     def parse(text: str):
-        number = kind(text)
-        if not minimum <= number < math.inf:  # false for nan, too
-            raise argparse.ArgumentTypeError(f"{text} is not a number of {minimum} or more")
-        return number
+        value = kind(text)
+        if not value >= minimum:  # also rejects nan
+            raise argparse.ArgumentTypeError(f"{text} is not {minimum} or more")
+        return value
 
     parse.__name__ = kind.__name__  # argparse names it where `kind` fails
     return parse
@@ -85,10 +84,10 @@ def add_run_flags(group):
     add = group.add_argument
     folder = Path("output", Path(sys.argv[0]).stem)
     optional = argparse.BooleanOptionalAction
-    add("--num-processes", default=0, type=at_least(0), help="0: the GPUs, or two on a CPU")
+    add("--num-processes", default=0, type=at_least(0), help="0: one per GPU, or two on a CPU")
     add("--device", default="auto", help="auto: GPUs, if any; cpu; or by name: cuda, xpu")
     add("--seed", default=1, type=at_least(0), help="of weights, data order and dropout")
-    add("--output-dir", default=folder, type=Path, help="one for each run")
+    add("--output-dir", default=folder, type=Path, help="use a new one for each run")
     add("--save-model", default=True, action=optional, help="write the trained model")
 
 
@@ -99,32 +98,20 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=at_least(0),
-        help="save every so many steps, and at the end (T5: also after each epoch); 0: only at"
-        " Ctrl-C, SIGTERM or when the terminal closes",
+        help="steps between checkpoints; 0: only when the run is stopped",
     )
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--resume", action="store_true", help="continue from the newest checkpoint, if any")
 
 
 # ---- Processes and devices ---------------------------------------------------------------------
 
-# A cluster's, Ctrl-C, and that of a terminal that closes; but what nohup ignores stays ignored.
-STOPS = [
-    number
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    if signal.getsignal(number) != signal.SIG_IGN
-]
-
-# A collective of all processes that takes longer fails. While one process downloads, tokenizes or
-# writes a model, the others wait for it. The groups inside a mesh keep PyTorch's own limit.
+# How long a process waits in a collective, for example while another one downloads, tokenizes or
+# writes a model.
 TIMEOUT = timedelta(minutes=30)
 
 
 class UserError(Exception):
-    """Bad input. Its text is one sentence that says what is wrong and what to do."""
-
-
-# What torchrun tells each of its processes
-TORCHRUN = set("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split())
+    """Bad input. The text is one sentence: what is wrong and what to do."""
 
 
 class World(NamedTuple):
@@ -136,87 +123,71 @@ class World(NamedTuple):
 
 
 def run(main, args):
-    """Call `main(args, world)` in every process; without torchrun, start the processes first."""
+    """Call `main(args, world)` in every process. Without torchrun, launch the processes first."""
     try:
         device_type = find_device_type(args.device)
-        num_processes = args.num_processes
-        if num_processes == 0:
-            num_processes = 2 if device_type == "cpu" else torch.accelerator.device_count()
-        if num_processes > 1 and TORCHRUN.isdisjoint(os.environ):
-            start_processes(num_processes)
-            return
+        if "RANK" not in os.environ:  # not started by torchrun
+            num_devices = 2 if device_type == "cpu" else torch.accelerator.device_count()
+            num_processes = args.num_processes or num_devices
+            if num_processes > 1:
+                start_processes(num_processes)
+                return
         world = setup(device_type)
         if args.num_processes not in (0, world.local_size):
-            raise UserError(
-                f"--num-processes {args.num_processes}: torchrun has started {world.local_size} on"
-                " this node; leave the flag out"
-            )
+            raise UserError(f"torchrun has started {world.local_size}: leave --num-processes out")
         main(args, world)
-    except (UserError, OSError, dist.DistNetworkError) as error:  # OSError: files, disk, Hub
-        # A DataLoader's worker hands on a whole traceback, of which the end counts.
-        message = re.split(r"\n\S*(?:Error|Timeout): ", str(error))[-1]
-        fail(" ".join(message.split()), code=2)
-    except dcp.api.CheckpointException as error:  # above its last line are all ranks' tracebacks
+    except (UserError, OSError) as error:  # OSError: files, disk, Hub
+        fail(" ".join(str(error).split()), code=2)
+    except dcp.api.CheckpointException as error:  # the last line is the cause
         fail(f"cannot save or read a checkpoint: {str(error).splitlines()[-1]}", code=2)
     except KeyboardInterrupt:
         os._exit(130)
-    except Exception as error:
-        # A DataLoader had no batch in time, or a worker was killed.
-        if re.match("DataLoader|unable to allocate shared memory", str(error)):
-            fail(f"{error}; is /dev/shm full? In Docker, try --shm-size 8g", code=2)
+    except Exception:
         fail(traceback.format_exc(), code=1)
 
-    # `main` has returned. Its model must be gone before the process group, or Python may abort.
+    # Free the model before the process group: otherwise Python may abort.
     gc.collect()
-    for worker in multiprocessing.active_children():  # one that still reads: Python would wait
+    for worker in multiprocessing.active_children():  # or Python waits for one that reads
         worker.kill()
     dist.destroy_process_group()
 
 
 def fail(message: str, code: int):
-    """Print an error and end this process at once. code: 2 for a user's mistake, 1 for a crash."""
-    if os.environ.get("RANK", "0") != "0" or "by peer" in message:
-        # When one rank fails, those that wait for it fail too. Mostly rank 0 knows the cause and
-        # prints it. torchrun then ends the others while they wait here: one error is printed.
-        if StopRequest.received:  # a SIGTERM came before: most likely torchrun's
-            os._exit(code)
+    """Print an error and exit immediately. code: 2 for a user's mistake, 1 for a crash."""
+    if os.environ.get("RANK", "0") != "0":
+        # Most errors happen on rank 0 as well. Let it print them: torchrun then ends this process.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(10)
-    with contextlib.suppress(OSError):  # nobody reads it, after `2>&1 | head` for example
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    os._exit(code)  # an orderly exit can hang: another rank may wait in a collective
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    os._exit(code)  # a normal exit can hang while another rank waits in a collective
 
 
-def start_processes(count: int, *more_flags: str):
-    """Start this script again in `count` processes, with torchrun. `more_flags` follow its own."""
-    # Without --local-addr torchrun asks for the host by its own name, which may be unknown.
+def start_processes(count: int):
+    """Run this script in `count` processes with torchrun. Exits if one of them fails."""
+    # Without --local-addr, torchrun looks up the host name, which may not resolve.
     options = f"--standalone --local-addr localhost --nproc_per_node {count}"
-    if signal.SIGHUP not in STOPS:  # under nohup; unasked, torchrun would stop
+    if signal.SIGHUP not in STOPS:  # under nohup: by default torchrun would still stop
         options += " --signals-to-handle SIGTERM,SIGINT,SIGQUIT"
-    command = [*options.split(), *sys.argv, *more_flags]
+    command = [*options.split(), *sys.argv]
     print("torchrun", shlex.join(command), flush=True)
-    logging.disable()  # torchrun's own report is long, and the script has said what is wrong
+    logging.disable()  # torchrun's report is long, and the script has already printed the error
     try:
         torchrun(command)
-    except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        for code in codes:
-            if code < 0 and code != -signal.SIGTERM:  # torchrun sends SIGTERM to the others
-                # SIGKILL most often means that memory ran out.
-                sys.exit(f"a process was killed by {signal.Signals(-code).name}")
-        sys.exit(max(1, *codes))
     except SignalException as error:
         sys.exit(128 + error.sigval)
-    finally:  # torchrun leaves handlers of its own, which raise SignalException
-        for number in STOPS:
-            signal.signal(number, signal.SIG_DFL)
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        killed = [-code for code in codes if code < 0 and code != -signal.SIGTERM]
+        if killed:  # SIGKILL usually means out of memory
+            sys.exit(f"a process was killed by {signal.Signals(killed[0]).name}")
+        sys.exit(max(1, *codes))
 
 
 def find_device_type(name: str) -> str:
-    """`--device`, in which auto is the accelerator that torch finds, else the CPU."""
+    """Resolve `--device`: auto is the accelerator that torch finds, or else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found = accelerator.type if accelerator else "cpu"
-    if found == "mps":  # Apple's, on which FSDP does not run
+    if found == "mps":  # Apple GPUs do not support FSDP
         found = "cpu"
     if name not in ("auto", "cpu", found):
         raise UserError(
@@ -227,61 +198,39 @@ def find_device_type(name: str) -> str:
 
 
 def setup(device_type: str) -> World:
-    """Read torchrun's environment, choose the device and start the process group. A collective."""
-    given = TORCHRUN & os.environ.keys()
-    if given not in (set(), TORCHRUN):
-        raise UserError(f"unset {' '.join(given)}, or start with torchrun, which sets all it needs")
-    rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Collective. Read torchrun's environment, choose the device and start the process group."""
+    environment = os.environ if "RANK" in os.environ else {}
+    rank = int(environment.get("RANK", 0))
+    local_rank = int(environment.get("LOCAL_RANK", 0))
+    size = int(environment.get("WORLD_SIZE", 1))
+    local_size = int(environment.get("LOCAL_WORLD_SIZE", 1))
 
-    # All cores of the node, divided. torchrun gives a process one thread: too few to train on a
-    # CPU, and for the optimizer of --cpu-offload.
-    cores = os.cpu_count()
-    if sys.platform == "linux":
-        import resource
-
-        cores = len(os.sched_getaffinity(0))
-        # Shells allow few open files. Each stream of the LM has some, and each process sockets.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Share the cores of this node. torchrun's default of one thread is too slow on a CPU, and for
+    # the optimizer under --cpu-offload.
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_size))
 
     device = torch.device("cpu")
     backend = "gloo"
     if device_type != "cpu":
-        num_devices = torch.accelerator.device_count()
-        if local_size > num_devices and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-            raise UserError(
-                f"{local_size} processes on this node are more than its {num_devices} GPUs; to let"
-                " them share, set NCCL_MULTI_RANK_GPU_ENABLE=1 (NVIDIA, with NCCL 2.30 or newer)"
-            )
-        device = torch.device(device_type, local_rank % num_devices)
-        # Before the process group, or all processes open a context on device 0.
+        # More processes than GPUs share them, which NCCL 2.30 can allow.
+        device = torch.device(device_type, local_rank % torch.accelerator.device_count())
+        # Do this before starting the process group: otherwise every process opens device 0.
         torch.accelerator.set_device_index(device.index)
-        # Tensors on the CPU go over gloo, those on the device over NCCL or XCCL.
+        # gloo for tensors on the CPU; NCCL or XCCL for those on the device.
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device)}"
-        # TF32 on NVIDIA GPUs from Ampere on: faster fp32 products, with 10 bits of mantissa.
+        # TF32 on NVIDIA GPUs since Ampere: faster fp32 products, with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high")
 
-    store = dist.HashStore()  # without torchrun: one process
-    if given:
-        # After a restart torchrun's store still has the addresses of dead processes
-        # (pytorch#135712), so rank 0 serves a new one, two ports further. Not where torchrun took
-        # any port that was free, above 32767: there others do so, too.
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        port = int(os.environ["MASTER_PORT"])
-        os.environ["MASTER_PORT"] = str(port + 2 if port < 32768 else port // 2)
-        store = None
+    store = None if environment else dist.HashStore()  # one process needs no address
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     return World(rank, local_rank, size, local_size, device)
 
 
 def first_on_node(world, make):
-    """Run `make()` in the first process of each node, and give what it returns to the others there:
-    so one process downloads, tokenizes and asks the Hub. Rank 0 goes before the other nodes, which
-    may share its cache. A collective."""
+    """Collective. Call `make()` in one process per node and send its result to the others, so that
+    only one downloads, tokenizes or asks the Hub. Rank 0 goes first: other nodes may share its
+    cache."""
     made = make() if world.rank == 0 else None
     dist.barrier()
     if world.local_rank == 0:
@@ -295,88 +244,98 @@ def first_on_node(world, make):
     return received[0]
 
 
+def divide_batch(args, world, default: int):
+    """Replace `--global-batch-size 0` by `default`, rounded up to a multiple of the number of
+    processes. Raises UserError if the processes cannot divide the batch."""
+    if args.global_batch_size == 0:
+        args.global_batch_size = math.ceil(default / world.size) * world.size
+    if args.global_batch_size % world.size != 0:
+        raise UserError(f"--global-batch-size must be a multiple of {world.size} processes")
+
+
 def from_rank0(value):
-    """Rank 0's value, on every rank. A collective."""
+    """Collective. Return rank 0's value on every rank."""
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
 
 
-class StopRequest:
-    """One of STOPS. The training loop asks on_any_rank(), saves, and ends."""
+def choose_precision(name: str, device: torch.device) -> str:
+    """Collective. Resolve `--precision`: auto is bf16 if rank 0's GPU supports it natively, or else
+    fp32. All ranks must use the same."""
+    if name == "auto":
+        name = "fp32"
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            name = "bf16" if module.is_bf16_supported(including_emulation=False) else "fp32"
+    return from_rank0(name)
 
-    received = False  # of the class: `fail` asks, too
 
-    def __init__(self):
-        self.sum = torch.tensor(0)
-        self.sent = None
-        for number in STOPS:
-            signal.signal(number, StopRequest.receive)
+# ---- Stops -------------------------------------------------------------------------------------
 
-    # Static, so that no handler holds an object: a worker replaces the handlers, and would crash
-    # when it freed `sent` with them.
-    @staticmethod
-    def receive(number, _frame):
-        StopRequest.received = True
+# Signals that stop a run: SIGTERM (from a cluster), SIGINT (Ctrl-C) and SIGHUP (closed terminal).
+# A signal that is already ignored, such as SIGHUP under nohup, stays ignored.
+STOPS = [
+    number
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+]
+stops_received = []
+
+
+def note_stops():
+    """From now on, only note stop signals. The training loop then saves a checkpoint and ends."""
+
+    def note(number, _frame):
+        stops_received.append(number)
         if number == signal.SIGINT and dist.get_world_size() == 1:
-            # A second Ctrl-C ends the run. (Of several processes torchrun is the one that waits.)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(number, signal.default_int_handler)  # a second Ctrl-C quits
 
-    def on_any_rank(self) -> bool:
-        """Whether any rank had received one when this was called a step before: one step late, so
-        that no step waits for the sum over all ranks. A collective, on the CPU."""
-        if self.sent:
-            self.sent.wait()
-        on_any_rank = self.sum.item() > 0
-        self.sum = torch.tensor(int(self.received))
-        self.sent = dist.all_reduce(self.sum, async_op=True)
-        return on_any_rank
+    for number in STOPS:
+        signal.signal(number, note)
+
+
+def stop_on_any_rank() -> bool:
+    """Collective. Whether any rank has noted a stop. Runs on the CPU: the device keeps working."""
+    count = torch.tensor(len(stops_received))
+    dist.all_reduce(count)
+    return count.item() > 0
 
 
 def protect_worker(_worker: int):
-    """Terminals and clusters signal all processes, but the step that is under way still needs its
-    workers. They end with the training process, and not before."""
+    """Keep a DataLoader worker alive when a terminal or a cluster signals all processes, as the
+    current step still needs it. It ends together with the training process."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: also when the training process is killed
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG: even if that one is killed
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-# For DataLoaders that have workers
+# Options for DataLoaders with workers
 WORKERS = {
-    # Python 3.14's default on Linux is a fork server, which would be the parent that they end with.
+    # Since Python 3.14 the default is a fork server, which would count as their parent.
     "multiprocessing_context": "fork" if sys.platform == "linux" else None,
     "worker_init_fn": protect_worker,
-    # Seconds. A batch that does not fit into /dev/shm never comes. Less than TIMEOUT, after which
-    # the ranks that wait for this one would fail first.
+    # In seconds. A batch that does not fit into /dev/shm never arrives (in Docker, raise
+    # --shm-size). Shorter than TIMEOUT, so that this rank fails before those that wait for it.
     "timeout": 1500,
 }
-
-
-def choose_precision(name: str, device: torch.device) -> str:
-    """`--precision`, in which auto is bf16 on a GPU that computes in it, else fp32."""
-    if name != "auto":
-        return name
-    if device.type == "cpu":
-        return "fp32"
-    module = torch.get_device_module(device)
-    return "bf16" if module.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 # ---- Metrics -----------------------------------------------------------------------------------
 
 
-def sum_over_ranks(values: torch.Tensor, group=None):
-    """Sum over all ranks, or those of a group: a number, or a list of them. A collective, but not
-    for every step: the host waits until the device has computed the values."""
-    total = values.cpu().clone()  # cpu() is what waits; on the CPU it is no copy
-    dist.all_reduce(total, group=group)
+def sum_over_ranks(values: torch.Tensor):
+    """Collective. Sum over all ranks and return Python numbers. Not for every step: the host waits
+    for the device."""
+    total = values.cpu().clone()  # .cpu() copies only from a device
+    dist.all_reduce(total)
     return total.tolist()
 
 
 def describe_state(model, shards: int) -> str:
-    """What each process will hold of a model, which may be on the meta device. Adam in fp32 holds
-    12 bytes beside each weight that is trained: the gradient and two moments."""
+    """Describe what each process will hold of a model, which may be on the meta device. With Adam,
+    each trained weight needs 12 more bytes: its gradient and two moments, in fp32."""
     count = 0
     trained = 0
     num_bytes = 0
@@ -392,7 +351,7 @@ def describe_state(model, shards: int) -> str:
 
 
 def state_gib(model, optimizer) -> float:
-    """GiB that this rank holds of parameters, gradients and optimizer state."""
+    """GiB of parameters, gradients and optimizer state on this rank."""
     num_bytes = 0
     for parameter in model.parameters():
         for tensor in [parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()]:
@@ -403,22 +362,25 @@ def state_gib(model, optimizer) -> float:
     return num_bytes / 2**30
 
 
-def peak_gib(device: torch.device) -> float:
-    """The most GiB since the last call: of the device's memory, or of this process's on a CPU."""
+def reset_peak(device: torch.device):
     if device.type != "cpu":
-        peak = torch.accelerator.max_memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
-        return peak / 2**30
+    elif sys.platform == "linux":
+        with contextlib.suppress(OSError):  # in some sandboxes; then the peak is since the start
+            Path("/proc/self/clear_refs").write_text("5")
 
-    reset = Path("/proc/self/clear_refs")
-    if not reset.exists():  # not Linux
+
+def peak_gib(device: torch.device) -> float:
+    """Peak memory since `reset_peak`, in GiB: of the device, or on a CPU of this process."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device) / 2**30
+    if sys.platform != "linux":
         return math.nan
-    peak_kib = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]
-    reset.write_text("5")
-    return int(peak_kib) / 2**20
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**20
 
 
-# How `Log.metrics` prints numbers and names; all others have four decimals.
+# How `Log.metrics` prints values. Everything else gets four decimals.
 FORMATS = {
     "step": "5,",
     "epoch": "",
@@ -434,13 +396,11 @@ FORMATS = {
 
 
 class Log:
-    """Rank 0's voice: lines on the screen, and records in `metrics.jsonl`."""
+    """Prints lines and writes `metrics.jsonl`, on rank 0 only."""
 
     def __init__(self, world, folder: Path):
         self.is_rank0 = world.rank == 0
         self.path = folder / "metrics.jsonl"
-        if self.is_rank0 and self.path.exists():  # without a last line that was cut
-            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self.run = time.strftime("%Y-%m-%d-%H-%M-%S")
         self.start = time.time()
         folder.mkdir(parents=True, exist_ok=True)
@@ -448,13 +408,13 @@ class Log:
 
     def print(self, text: str):
         if self.is_rank0:
-            # After Ctrl-C with `| tee`, or in a closed terminal, nobody reads: the run must save.
-            with contextlib.suppress(OSError), tqdm.external_write_mode():
+            # The terminal may be gone, or unable to show a letter: the run must still save.
+            with contextlib.suppress(OSError, UnicodeError), tqdm.external_write_mode():
                 print(text, flush=True)
 
     def write(self, record: dict):
-        """Append a record, whose values have names. Call it on every rank, before saving: rank 0
-        writes, and all end if a loss or a gradient is not finite."""
+        """Append a record to the file. Call it on every rank and before saving: it stops the run if
+        a loss or a gradient is not finite."""
         for name in ("loss", "val_loss", "grad_norm"):
             if not math.isfinite(record.get(name, 0)):
                 raise UserError(f"{name} is not finite; start again with a lower --lr")
@@ -464,186 +424,208 @@ class Log:
                 file.write(json.dumps(record) + "\n")
 
     def metrics(self, record: dict):
-        """Write a record, and print it as a line."""
+        """Write a record and print it as one line."""
         fields = [f"{name} {value:{FORMATS.get(name, '.4f')}}" for name, value in record.items()]
         self.print(" | ".join(fields))
         self.write(record)
 
     def bar(self, iterable, text: str, total: int):
-        disable = None if self.is_rank0 else True  # with None it shows on a terminal only
+        disable = None if self.is_rank0 else True  # None: show it only on a terminal
         return tqdm(iterable, text, total, leave=False, disable=disable)
 
 
 # ---- Checkpoints -------------------------------------------------------------------------------
 
 
-def step_folders(folder: Path) -> list[Path]:
-    """Those of `save_checkpoint`, oldest first. All else in `checkpoints` is the user's."""
-    own = [path for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
-    return sorted(own, key=lambda path: int(path.name[5:]))
+STEP_FOLDERS = "checkpoints/step-" + 7 * "[0-9]"  # anything else there belongs to the user
 
 
-def finished_checkpoints(folder: Path) -> list[Path]:
-    """Oldest first. torch.distributed.checkpoint writes `.metadata` last."""
-    return [path for path in step_folders(folder) if (path / ".metadata").exists()]
+def checkpoints(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first. torch.distributed.checkpoint writes `.metadata` last."""
+    return sorted(path.parent for path in folder.glob(f"{STEP_FOLDERS}/.metadata"))
 
 
-def find_checkpoint(args, model_folder: Path) -> Path | None:
-    """The newest checkpoint, if there is one, as rank 0 sees it. Raises UserError where the run
-    would write over what it starts from, or over another run. A collective."""
+def read_progress(checkpoint: Path) -> dict:
+    return json.loads((checkpoint / "progress.json").read_text())
+
+
+def find_checkpoint(args, must_match: list[str], model_folder: Path) -> Path | None:
+    """Collective. The newest checkpoint in --output-dir, or None. Raises UserError if the run would
+    mix with an earlier one, or overwrite the model that it starts from.
+
+    must_match: names of the flags that must have the values of the run that saved it.
+    """
     if args.save_model and model_folder.resolve() == Path(args.model).resolve():
-        raise UserError(
-            f"the trained model would replace --model {args.model}; choose another --output-dir"
-        )
-    newest = from_rank0([None, *finished_checkpoints(args.output_dir)][-1])
-    if args.resume and newest is None and dist.get_rank() == 0:
-        print("resume   finds no checkpoint: from the beginning", flush=True)
-    if newest and not args.resume:
+        raise UserError("the trained model would replace --model; choose another --output-dir")
+    newest = from_rank0([None, *checkpoints(args.output_dir)][-1])
+    if newest is None:
+        if args.resume and dist.get_rank() == 0:
+            print(f"resume   no checkpoint in {args.output_dir}: a new run", flush=True)
+        return None
+
+    if not args.resume:
         raise UserError(
             f"{args.output_dir} holds checkpoints of an earlier run; add --resume, or choose"
             " another --output-dir"
         )
+    settings = read_progress(newest)["settings"]
+    for name in must_match:
+        if settings.get(name) != getattr(args, name):
+            raise UserError(
+                f"{newest} was made with --{name.replace('_', '-')} {settings.get(name)}; resume"
+                " with it, or choose another --output-dir"
+            )
     return newest
 
 
-def save_checkpoint(folder: Path, progress: dict, args, model, optimizer, tokenizer, world):
-    """Save `checkpoints/step-N`, every rank its own shards, and keep the newest 2. A collective.
+def check_data(checksum: int, checkpoint: Path | None):
+    """Collective. Raise UserError on every rank if nodes have different data, or if the data has
+    changed since the checkpoint."""
+    checksums = [None] * dist.get_world_size()
+    dist.all_gather_object(checksums, checksum)
+    if len(set(checksums)) > 1:
+        raise UserError("--dataset is not the same on all nodes")
+    if checkpoint and read_progress(checkpoint)["checksum"] != checksum:
+        raise UserError(f"--dataset has changed since {checkpoint}; choose another --output-dir")
 
-    progress: the `step`, and what else JSON can hold; the same on all ranks.
+
+def save_checkpoint(progress: dict, args, model, optimizer, tokenizer):
+    """Collective. Save `checkpoints/step-N`, each rank its own shards, and keep the newest two.
+
+    progress: `step`, `checksum` and anything else that JSON can hold; the same on all ranks.
     """
-    path = folder / "checkpoints" / f"step-{progress['step']:07d}"
-    path.mkdir(parents=True, exist_ok=True)  # on every rank, as dcp.save looks into it
-    if world.rank == 0:
+    path = args.output_dir / "checkpoints" / f"step-{progress['step']:07d}"
+    path.mkdir(parents=True, exist_ok=True)  # on every rank: dcp.save looks for it
+    if dist.get_rank() == 0:
         progress = progress | {"settings": vars(args)}
         (path / "progress.json").write_text(json.dumps(progress, default=str))
-        tokenizer.save_pretrained(path)  # --resume must not train another one
+        tokenizer.save_pretrained(path)  # a resumed run must not train another one
 
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path)
+    weights, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path)
 
-    if world.rank == 0:
-        keep = finished_checkpoints(folder)[-2:]
-        for other in set(step_folders(folder)) - set(keep):  # half-written ones, too
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def load_checkpoint(path: Path, args, must_match: list[str], model, optimizer) -> dict:
-    """Load what `save_checkpoint` saved, on any number of ranks. Returns its `progress`. A
-    collective.
-
-    must_match: names of the flags that must be those of the run that saved.
-    """
-    progress = json.loads((path / "progress.json").read_text())
-    for name in must_match:
-        before = progress["settings"].get(name)
-        if before != getattr(args, name):
-            raise UserError(
-                f"{path} was made with --{name.replace('_', '-')} {before}; resume with it, or"
-                " choose another --output-dir"
-            )
-
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)  # in place
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    return progress
+    if dist.get_rank() == 0:
+        keep = checkpoints(args.output_dir)[-2:]
+        for other in set(args.output_dir.glob(STEP_FOLDERS)) - set(keep):
+            shutil.rmtree(other, ignore_errors=True)  # including half-written ones
 
 
-def load_pretrained(kind, name: str, what: str, **options):
-    """`kind.from_pretrained(name)`: of a folder, or of the Hub. Raises UserError that names it, and
-    what it should have."""
+def load_checkpoint(path: Path, model, optimizer) -> dict:
+    """Collective. Load a checkpoint, on any number of ranks, and return its `progress`."""
+    weights, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path)  # in place
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
+    return read_progress(path)
+
+
+def load_tokenizer(name: str | Path):
+    """Load the tokenizer of a folder or a Hub model. Raises UserError if it has none."""
+    from transformers import AutoTokenizer  # a slow import that the MNIST scripts do not need
+
     try:
-        return kind.from_pretrained(name, **options)
-    except Exception as error:  # each library that reads a file has its own
-        place = "" if Path(name).exists() else " is no folder here, and on the Hub it"
-        raise UserError(f"{name}{place} has no {what} to read: {error}") from error
-
-
-def load_tokenizer(name: str):
-    """Of a model's folder or Hub name. Raises UserError where there is none."""
-    from transformers import AutoTokenizer  # here, as the scripts without text need not wait for it
-
-    tokenizer = load_pretrained(AutoTokenizer, name, "tokenizer")
-    # Without files transformers makes one that knows special tokens only, and T5's a space.
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except ValueError as error:  # asks for packages when files are missing
+        raise UserError(f"{name} has no tokenizer to read: {error}") from error
+    # Without files, transformers makes one that knows only special tokens (T5: and a space).
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
         raise UserError(f"{name} has no tokenizer; save one there: tokenizer.save_pretrained()")
     return tokenizer
 
 
-def untie(meta_model, full_model, world):
-    """Untie in `meta_model` what is not tied in rank 0's `full_model`. A collective.
+def load_pretrained(kind, name: str, config):
+    """`kind.from_pretrained(name)` in fp32, ready to train. Raises UserError if weights are
+    missing: transformers would initialize them at random."""
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    model, info = kind.from_pretrained(name, **options)
+    if info["missing_keys"]:
+        raise UserError(f"{name} has no weights for {', '.join(sorted(info['missing_keys']))}")
+    return model.train()  # from_pretrained returns it in eval mode
 
-    transformers ties by the config, but not what a checkpoint holds twice with different values:
-    the output layers of FLAN-T5 and mT5, for example.
+
+def untie(meta_model, full_model, world):
+    """Collective. Untie in `meta_model` whatever is not tied in rank 0's `full_model`.
+
+    transformers ties weights by the config, but a checkpoint can hold two different tensors:
+    the embedding and the output layer of FLAN-T5, for example.
     """
     tied = None
     if world.rank == 0:
         tied = set(full_model.all_tied_weights_keys)
     for name in meta_model.all_tied_weights_keys.keys() - from_rank0(tied):
         module = meta_model.get_submodule(name.removesuffix(".weight"))
-        is_trained = module.weight.requires_grad  # not with LoRA
+        is_trained = module.weight.requires_grad  # False under LoRA
         module.weight = torch.nn.Parameter(torch.empty_like(module.weight), is_trained)
 
 
 def load_weights(model, full_model, world, offload: bool):
-    """Give a sharded model, which is on the meta device, its memory and the weights of rank 0's
-    `full_model`; each rank keeps its shards. A collective."""
+    """Collective. Allocate a sharded model, which is on the meta device, and fill it from rank 0's
+    `full_model`. Each rank keeps its own shards."""
     model.to_empty(device="cpu" if offload else world.device)
     weights = full_model.state_dict() if world.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
-    # to_empty has emptied the buffers, and a state dict does not hold them all (the frequencies of
-    # rotary positions, for example), nor the settings of generate().
-    not_in_state_dict = None
+    # to_empty has also emptied the buffers, some of which are not in a state dict: the frequencies
+    # of rotary positions, for example. Nor are the settings of generate().
+    rest = None
     if world.rank == 0:
-        not_in_state_dict = (list(full_model.buffers()), full_model.generation_config)
-    full_buffers, model.generation_config = from_rank0(not_in_state_dict)
+        rest = (list(full_model.buffers()), full_model.generation_config)
+    full_buffers, model.generation_config = from_rank0(rest)
     for buffer, full_buffer in zip(model.buffers(), full_buffers, strict=True):
         buffer.data = full_buffer.to(world.device)
 
 
-# What `from_pretrained` takes for a model's weights, their index, or an adapter
-WEIGHTS = (
-    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-    r"|adapter_config\.json"
-)
-
-
 def export(model, meta_model, tokenizer, folder: Path, world):
-    """Gather the weights on rank 0's CPU and save them for `from_pretrained`. A collective, which
-    takes the place of FSDP1's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`.
+    """Collective. Gather the weights on rank 0's CPU and save them for `from_pretrained`. Does what
+    FSDP1's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)` did.
 
-    meta_model: the model on the meta device, neither wrapped nor sharded, for `save_pretrained`.
+    meta_model: the unsharded model on the meta device, whose `save_pretrained` is used.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
 
     if world.rank == 0:
-        # Tied weights have several names, of which a file has one.
+        # Tied weights have several names. Save one of them.
         kept = [*meta_model.named_parameters(), *meta_model.named_buffers()]
         weights = {name: weights[name] for name, _ in kept if name in weights}
         meta_model.generation_config = model.generation_config
-        partial = folder / ".partial"  # the model before stays until this one is whole
-        shutil.rmtree(partial, ignore_errors=True)  # a killed run's
+        partial = folder / ".partial"  # the old model stays until this one is complete
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
         meta_model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
 
-        for file in folder.iterdir():
-            if re.fullmatch(WEIGHTS, file.name):
+        for pattern in ("model*.safetensors*", "adapter_*"):  # of the old model
+            for file in folder.glob(pattern):
                 file.unlink()
-        # Weights last: if this run is killed here, the folder has none, and loads as no model.
+        # Weights last: without them, a folder that is not complete loads as no model.
         ignore = shutil.ignore_patterns("*.safetensors")
         shutil.copytree(partial, folder, ignore=ignore, dirs_exist_ok=True)
         for file in partial.glob("*.safetensors"):
-            shutil.copymode(folder / "tokenizer_config.json", file)  # theirs: owner only
+            shutil.copymode(folder / "config.json", file)  # it is readable by the owner only
             file.replace(folder / file.name)
         shutil.rmtree(partial)
     dist.barrier()  # rank 0's disk may be slow
 
 
-# ---- Summarization data ------------------------------------------------------------------------
+# ---- Data --------------------------------------------------------------------------------------
 
-# The built-in articles: a text only implies what is done, so its summary cannot be copied from it.
+
+def train_tokenizer(texts, vocab_size: int, append_eos: bool):
+    """Train a byte-level BPE tokenizer. The same texts give the same tokenizer."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer(add_prefix_space=True)
+    special = ["<pad>", "</s>"]
+    bpe.train_from_iterator(texts, vocab_size, special_tokens=special, show_progress=False)
+    tokenizer = bpe._tokenizer
+    if append_eos:
+        tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+
+
+# Built-in articles. The text only implies what is done, so a summary cannot be copied from it.
 SENTENCES = {
     "Hold the {} under the tap until no soil is left.": "Wash",
     "Let a cold stream carry the dirt off the {}.": "Wash",
@@ -663,7 +645,7 @@ ASIDES = ("There is no need to hurry.", "It may rain later.", "Experts disagree.
 
 
 def builtin_article(number: int) -> dict:
-    """An article in WikiHow's columns, the same on every machine."""
+    """Make up an article with WikiHow's columns, the same on every machine."""
     choose = random.Random(number)
     sentences = [choose.choice(ASIDES)]
     headlines = []
@@ -679,105 +661,92 @@ def builtin_article(number: int) -> dict:
 
 
 def load_articles(name: str, text_column: str, summary_column: str, max_summary_share: float):
-    """Two `datasets.Dataset` of texts and summaries: to train on, and 5% to validate on.
+    """Return two `datasets.Dataset` of texts and summaries: one to train on, and 5% to validate on.
 
-    name: builtin, a file, or a Hub dataset. Raises UserError where it cannot be used.
+    name: builtin; files (.csv, .tsv, .json, .jsonl, .parquet); a folder; or NAME or NAME:CONFIG of
+    the Hub. Raises UserError if it holds no articles.
     """
-    import datasets  # here, as the scripts without text need not wait for it
+    import datasets  # a slow import that the MNIST scripts do not need
+    from datasets.packaged_modules.csv.csv import CsvConfig
+    from pandas.errors import ParserWarning
 
-    # Nested on purpose. datasets caches results under a hash of the function. For a nested function
-    # it hashes the code, for any other in an imported file only the name: an edit would go
-    # unnoticed.
-    def read_csv(files: list[str]):
-        """Yield the rows as they are written: guessed types would turn 007 into 7."""
-        csv.field_size_limit(sys.maxsize)
-        for path in datasets.DownloadManager().download_and_extract(files):
-            with open(path, encoding="utf-8-sig", newline="") as file:
-                delimiter = max(",;\t", key=file.readline().count)
-                file.seek(0)
-                rows = csv.DictReader(file, restval="", delimiter=delimiter, strict=True)
-                # All rows may end with a delimiter more. One row alone has a text with a comma.
-                ends = None
-                for row in rows:
-                    rest = row.pop(None, [])
-                    if ends is None:
-                        ends = [""] * len(rest)
-                    if rest != ends:
-                        raise ValueError(f"line {rows.line_num}: quote texts with {delimiter!r}")
-                    yield row
-
-    def clean(*values) -> dict:
-        text, summary, *title_of_wikihow = map(as_text, values)
+    # Nested on purpose: datasets caches results under a hash of the function. It hashes the code of
+    # a nested function, but only the name of one that could be imported.
+    def clean(text, summary, title=None) -> dict:
+        text = as_text(text)
+        summary = as_text(summary)
         article = text
-        for title in title_of_wikihow:
-            # It has stray commas (arXiv:1810.09305), and a row for each method of an article:
+        if title is not None:
+            # WikiHow has stray commas (arXiv:1810.09305), and one row per method of an article:
             # "Bake Bread1", "Bake Bread2".
             text = re.sub(r"(^|\n)\s*,", r"\1", text).strip()
             summary = re.sub(r"\s*,\s*(\n|$)", r"\1", summary).strip()
             article = re.sub(r"\d+$", "", title) or text
-        content = hashlib.sha256(f"{text}\0{summary}".encode()).hexdigest()
-        place = f"{zlib.crc32(article.encode()) % 20:02} {content}"
-        return {"text": text, "summary": summary, "place": place}
+        return {
+            "text": text,
+            "summary": summary,
+            "article_hash": zlib.crc32(article.encode()),
+            "content_hash": zlib.crc32(f"{text}\n{summary}".encode()),
+        }
 
     def as_text(value) -> str:
-        parts = value if isinstance(value, list) else [value]  # a list of sentences
-        return "\n".join(str(part) for part in parts if part is not None).strip()
+        sentences = value if isinstance(value, list) else [value]
+        return "\n".join(filter(None, sentences)).strip()
 
-    def is_usable(row: dict) -> bool:
-        return 0 < len(row["summary"]) <= max_summary_share * len(row["text"])
+    def is_usable(text: str, summary: str) -> bool:
+        return 0 < len(summary) <= max_summary_share * len(text)
 
     if dist.get_rank() != 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    kind = re.search(r"\.(csv|tsv|json|parquet)l?(\.gz|\.bz2|\.xz|\.zst)?$", name.lower())
+    ending = re.search(r"\.(csv|tsv|json|parquet)l?(\.gz|\.bz2|\.xz|\.zst)?$", name, re.I)
     try:
         if name == "builtin":
             rows = datasets.Dataset.from_list([builtin_article(i) for i in range(10_000)])
-        elif kind and kind[1] in ("csv", "tsv"):
-            files = datasets.load_dataset_builder("csv", data_files=name).config.data_files["train"]
-            rows = datasets.Dataset.from_generator(read_csv, gen_kwargs={"files": files})
-        elif kind:
-            rows = datasets.load_dataset(kind[1], data_files=name, split="train")
-        elif Path(name).is_file():
-            raise ValueError("it is no .csv, .tsv, .json, .jsonl or .parquet file")
         else:
-            rows = datasets.load_dataset(*name.split(":"), split="train")  # NAME, or NAME:CONFIG
-        columns = [text_column, summary_column]
-        if set(rows.column_names) == {"title", "text", "headline"}:  # WikiHow's
-            columns.append("title")
-        articles = rows.map(clean, input_columns=columns, remove_columns=rows.column_names)
-    except (ValueError, EOFError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, UnicodeDecodeError):
-            cause = f"{cause}; convert it to UTF-8 with iconv"
-        raise UserError(f"--dataset {name}: {cause}") from error
+            path, _, config_name = name.partition(":")
+            source = {"path": path, "name": config_name or None}
+            if ending:
+                source = {"path": ending[1].lower().replace("tsv", "csv"), "data_files": name}
+            config = datasets.load_dataset_builder(**source).config
+            if isinstance(config, CsvConfig):
+                [first, *_] = config.data_files["train"]
+                with open(datasets.DownloadManager().download_and_extract(first)) as file:
+                    header = file.readline()
+                source["sep"] = max(",;\t", key=header.count)
+                # Keep texts as they are written: 007 is not 7, and NA is not a missing value.
+                source["converters"] = dict.fromkeys(range(1000), str)
+                # A row with more fields than the header is an error, unless all of them just end
+                # with a delimiter.
+                source["index_col"] = False
+                warnings.simplefilter("error", ParserWarning)
+            rows = datasets.load_dataset(**source, split="train")
+    except Exception as error:  # each reader raises its own kind
+        raise UserError(f"--dataset {name}: {error.__cause__ or error}") from error
 
-    # Contents alone decide the order of articles and which are held out: those of the first of 20
-    # numbers, or in a small dataset of the first that is there.
-    usable = articles.filter(is_usable)
-    places = usable["place"][:]
-    order = sorted(range(len(places)), key=places.__getitem__)
-    held_out = min(places, default="")[:2]
-    num_held_out = sum(place.startswith(held_out) for place in places)
-    if num_held_out == len(places):
+    columns = [text_column, summary_column]
+    for column in columns:
+        kind = rows.features.get(column)
+        kind = getattr(kind, "feature", kind)  # a list may hold the sentences
+        if kind not in (datasets.Value("string"), datasets.Value("large_string")):
+            raise UserError(
+                f"--dataset {name}: {column} holds no texts, but {kind}: {rows.features}"
+            )
+    if set(rows.column_names) == {"title", "text", "headline"}:  # WikiHow's
+        columns.append("title")
+    articles = rows.map(clean, input_columns=columns, remove_columns=rows.column_names)
+    articles = articles.filter(is_usable, input_columns=["text", "summary"])
+
+    # Sort by a hash of the article and hold out the first twentieth of its range. So the order of
+    # rows does not matter, and no article that was trained on is ever used for validation.
+    hashes = list(zip(articles["article_hash"][:], articles["content_hash"][:], strict=True))
+    order = sorted(range(len(hashes)), key=hashes.__getitem__)
+    smallest, _ = min(hashes, default=(0, 0))
+    num_held_out = sum(hash <= max(smallest, 2**32 // 20) for hash, _ in hashes)
+    if num_held_out == len(hashes):
         raise UserError(
             f"--dataset {name} has too few rows with a text and a summary within"
             " --max-summary-share"
         )
     if dist.get_rank() == 0:
-        print(f"dataset  {name}, {len(rows):,} rows, {len(usable):,} usable", flush=True)
-    return usable.select(order[num_held_out:]), usable.select(order[:num_held_out])
-
-
-def train_tokenizer(texts, vocab_size: int, append_eos: bool):
-    """A byte-level BPE tokenizer. The same texts make the same one."""
-    from tokenizers import ByteLevelBPETokenizer
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = ByteLevelBPETokenizer(add_prefix_space=True)
-    special = ["<pad>", "</s>"]
-    bpe.train_from_iterator(texts, vocab_size, special_tokens=special, show_progress=False)
-    tokenizer = bpe._tokenizer
-    if append_eos:
-        tokenizer.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+        print(f"dataset  {name}, {len(rows):,} rows, {len(articles):,} usable", flush=True)
+    return articles.select(order[num_held_out:]), articles.select(order[:num_held_out])

@@ -5,8 +5,8 @@ strategies. Without flags it needs no download: a tiny Llama learns Python's own
 
     python lm_multinode.py                  # one process for each GPU, or two on the CPU
     python lm_multinode.py --num-processes 4 --compare-strategies --shards-per-replica 2
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
-        --rdzv_endpoint HEAD:29500 --max-restarts 3 lm_multinode.py \
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 \
+        --rdzv_backend c10d --rdzv_endpoint HEAD:29500 --max-restarts 3 lm_multinode.py \
         --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \
         --sharding-strategy _HYBRID_SHARD_ZERO2 --micro-batch-size 8 --global-batch-size 128 \
         --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \
@@ -26,12 +26,10 @@ model as a whole), the learning rate has a schedule, and the strategies, which h
 are made with FSDP2 (t5_fsdp.py has both versions).
 """
 
-import contextlib
 import copy
 import functools
 import gc
 import itertools
-import json
 import math
 import os
 import random
@@ -42,7 +40,6 @@ import warnings
 import zlib
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,52 +51,48 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torch.utils.flop_counter import FlopCounterMode
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import transformers
 from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
+    PretrainedConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
 
-# FSDP2 warns that a wrapped module returns a view, which must not be modified in place. No code
-# here modifies it.
+# FSDP2 warns against modifying the returned views in place, which no code here does.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
-# Each file is opened by itself, which is no download to count. Errors are raised: no need to log.
-datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-datasets.logging.set_verbosity(datasets.logging.CRITICAL)
 
-# PyTorch's attention, under a name that transformers does not know, so that it makes no mask. Full
-# sequences need none: they have no padding, and without a mask this attention is causal by itself.
-# Under the known name transformers would look at the positions to see whether a mask is needed, and
-# for that the host would wait for the device.
+# PyTorch's attention under a name of our own, for which transformers builds no mask. Packed
+# sequences have no padding, and without a mask this attention is causal, which is all they need.
+# Under its usual name, transformers would read the positions on the host to decide about a mask.
 ATTENTION = "causal_sdpa"
 AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
-# A unit is a group of parameters that FSDP gathers and frees together. Every decoder layer is one.
-# Unless they share their weights, the embedding and the output layer are two more. What remains is
-# the root unit.
+# FSDP gathers and frees parameters in groups, called units. Each decoder layer is a unit, and so
+# are the embedding and the output layer, unless they share their weights. Everything else is in the
+# root unit.
 
-# The dtype to gather parameters and compute in. Gradients are reduced in fp32, as many processes
-# add up many small numbers; the optimizer's shards are always fp32.
+# The dtype for gathering parameters and computing. Gradients are always reduced in fp32, because
+# sums over many processes lose small numbers in bf16. The optimizer's shards are fp32, too.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# All strategies, by FSDP1's names. In FSDP2 each is two facts: the mesh (see mesh_shape), and
-# reshard_after_forward, which frees the layers' parameters after forward and gathers them again for
-# backward. Ordered by the memory of a process, roughly the least first. docs/multi-node.md has what
-# each of them sends.
+# FSDP2 has no strategies: each of FSDP1's is a mesh (see mesh_shape) and one boolean,
+# reshard_after_forward. True frees the layers' parameters after forward and gathers them again for
+# backward. Roughly, the strategies with the least memory per process come first. docs/multi-node.md
+# lists what each of them sends.
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for each forward and each backward
     "HYBRID_SHARD": True,  # ZeRO-3 in each replica, most often a node; replicas share gradients
@@ -111,8 +104,8 @@ HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 def shard(args, world, full_model, meta_model) -> nn.Module:
-    """A copy of the model, each parameter a DTensor of which this process has a shard. A
-    collective: every rank must call the function.
+    """Collective: every rank must call it. Return a copy of the model whose parameters are
+    DTensors, of which each process holds a shard.
 
     full_model: rank 0's, with the weights. meta_model: shapes only, so that the whole model need
     not fit a device.
@@ -124,7 +117,6 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
     options = {
         "mesh": make_mesh(world.device.type, replicas, shards),
         "mp_policy": MixedPrecisionPolicy(PRECISIONS[args.precision], torch.float32),
-        "shard_placement_fn": lambda parameter: choose_dimension(parameter, shards),
     }
     if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
@@ -132,8 +124,8 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     for module in embedding_and_head(model):
-        # Not freed after forward: backward begins with the output layer, and for the embedding it
-        # needs no parameters.
+        # Keep these gathered after forward: backward starts with the output layer, and the backward
+        # of the embedding does not use its weights.
         fully_shard(module, reshard_after_forward=False, **options)
     fully_shard(model, **options)  # the root unit: all other parameters
 
@@ -145,26 +137,17 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
     return model
 
 
-def choose_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:
-    """The dimension to shard: the first, FSDP's default. But all experts of a layer are one
-    parameter, whose first dimension is their number. FSDP would pad 8 experts to 16 on 16
-    processes, and half of these would hold nothing. So each expert's rows are cut instead."""
-    if parameter.ndim == 3 and parameter.size(0) % shards > 0 and parameter.size(1) % shards == 0:
-        return Shard(1)
-    return None
-
-
-@functools.cache  # else --compare-strategies would make the same process groups again
+@functools.cache  # so that --compare-strategies does not create the same process groups again
 def make_mesh(device_type: str, replicas: int, shards: int):
-    """One dimension, to shard over, or two, replicas x shards. A collective."""
+    """Collective. A mesh with one dimension to shard over, or with two: replicas x shards."""
     if replicas == 1:
         return init_device_mesh(device_type, (shards,))
-    # Ranks next to each other, most often on one node, are the shards of one replica.
+    # Neighboring ranks, usually those of one node, are the shards of one replica.
     return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def mesh_shape(args, world) -> tuple[int, int]:
-    """How many replicas of the model there are, and over how many processes each is sharded."""
+    """The number of replicas of the model, and of processes over which each is sharded."""
     if args.sharding_strategy == "NO_SHARD":
         return world.size, 1
     if args.sharding_strategy not in HYBRIDS:
@@ -180,55 +163,55 @@ def mesh_shape(args, world) -> tuple[int, int]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, which become units: what transformers never splits over devices. Zamba names
-    layers inside others, too, and BERT what holds its embedding, which the output layer may share.
-    """
+    """The layers, which become units: the modules that transformers never splits over devices. If
+    they are nested, as in Zamba, the outer ones."""
     names = model._no_split_modules or ()
-    embedding = model.get_input_embeddings()
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    inner = {module for layer in layers for module in layer.modules() if module is not layer}
-    return [layer for layer in layers if layer not in inner and embedding not in layer.modules()]
+    inner = {module for layer in layers for module in layer.children()}
+    return [layer for layer in layers if layer not in inner]
 
 
 def embedding_and_head(model: nn.Module) -> list[nn.Module]:
-    """Two more units. While one of them is gathered or reduced, the layers compute. No units if
-    both have the same weights."""
+    """Two more units, which are gathered and reduced while the layers compute. None if they share
+    their weights."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     return [] if head.weight is embedding.weight else [embedding, head]
 
 
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
-    """What --compile and --activation-checkpointing do to the layers, and to the loss. To be called
-    before sharding. Returns the units."""
+    """Apply --compile and --activation-checkpointing to the layers, before sharding. Return the
+    units."""
     layers = layers_of(model)
     if args.compile:
         for layer in layers:
-            layer.compile()  # FSDP's hooks stay outside the graphs
-        # The loss is a module, too, see CrossEntropy. Compiled, it makes no fp32 copies of logits.
-        cross_entropy.compile()
+            layer.compile()  # in place: FSDP's hooks stay outside the graphs
+        cross_entropy.compile()  # then it makes no fp32 copy of the logits
 
     if args.activation_checkpointing:
-        # FSDP goes around these wrappers, as prepare_layers comes before sharding.
+        # From now on these wrappers are the units.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
         return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     return layers
 
 
 def build(args, world, full_model, meta_model):
-    """The sharded model and its optimizer, which must see the shards. A collective."""
+    """Collective. The sharded model and its optimizer, which must be created from the shards."""
     model = shard(args, world, full_model, meta_model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
-    return model, torch.optim.AdamW(trained, fused=True, **options)
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return model, torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
 def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of the optimizer. `micro_batches` are this rank's part of the global batch. A
-    collective.
+    """Collective. One step of the optimizer. `micro_batches` are this rank's part of the global
+    batch.
 
-    Returns this rank's summed loss and the gradient norm, as tensors: to read a number would make
-    the host wait for the device.
+    Returns this rank's summed loss and the gradient norm, as tensors: reading their values would
+    make the host wait for the device.
     """
     global_targets = args.global_batch_size * args.seq_length
     replicas, _ = mesh_shape(args, world)
@@ -238,17 +221,17 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
         is_last = number == len(micro_batches)
 
         if args.sharding_strategy in HYBRIDS and replicas > 1:
-            # Inside each replica gradients are reduced to shards after every micro-batch, whatever
-            # --gradient-sync says. Between replicas the shards are summed after the last one.
+            # Within a replica, always reduce gradients to shards. Between replicas, sum these
+            # shards only after the last micro-batch.
             model.set_requires_all_reduce(is_last)
         else:
-            # Until gradients are reduced, each process keeps those of the whole model.
+            # Gradients that are not reduced yet are those of the whole model.
             model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
-        # Until the last one ZeRO-2's parameters stay gathered.
+        # Under ZeRO-2, parameters stay gathered until the last micro-batch.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss = summed_loss(model, micro_batch)
-        # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets: the
-        # gradient of the mean over the global batch, as if one process held it.
+        # FSDP divides gradients by the number of ranks. Undo that and divide by the number of all
+        # targets: the gradient of the mean over the global batch, as in one process.
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -258,14 +241,14 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
-    """Cross-entropy, summed over all targets that are not -100: one number. A collective, as every
-    forward of a sharded model is."""
+    """Collective, like every forward of a sharded model. Cross-entropy, summed over all targets
+    that are not -100."""
     output = model(input_ids=batch["input_ids"], use_cache=False)
     return cross_entropy(output.logits, batch["labels"])
 
 
 class CrossEntropy(nn.Module):
-    """Summed where a label is not -100. A module, so that --compile can compile it."""
+    """A module, so that --compile can compile it."""
 
     def forward(self, logits, labels):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
@@ -276,285 +259,213 @@ cross_entropy = CrossEntropy()
 
 # ---- Model and data ----------------------------------------------------------------------------
 
-# What --model trains from random weights. Vocabulary and positions are set later.
+# Llamas that --model trains from random weights: width, feed-forward width, layers, heads and
+# key-value heads. The tokenizer decides about the vocabulary.
 MODELS = {
-    "tiny": LlamaConfig(
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        rms_norm_eps=1e-5,
-    ),
-    "150m": LlamaConfig(  # PrimeIntellect/llama-150m-fresh
-        hidden_size=1024,
-        intermediate_size=2688,
-        num_hidden_layers=12,
-        num_attention_heads=16,
-        rms_norm_eps=1e-5,
-    ),
-    "1b": LlamaConfig(  # TinyLlama's shape
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        rms_norm_eps=1e-5,
-    ),
-    "7b": LlamaConfig(  # Llama 2's
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        rms_norm_eps=1e-5,
-    ),
+    "tiny": (128, 352, 2, 4, 4),
+    "150m": (1024, 2688, 12, 16, 16),  # PrimeIntellect/llama-150m-fresh
+    "1b": (2048, 5632, 22, 32, 4),  # TinyLlama
+    "7b": (4096, 11008, 32, 32, 32),  # Llama 2
 }
 
 
 def load_model(args, config) -> nn.Module:
-    """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
+    """Load the model on the CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
     torch.manual_seed(args.seed)
     if args.model in MODELS:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    else:
-        model = common.load_pretrained(
-            AutoModelForCausalLM, args.model, "weights", config=config, dtype=torch.float32
-        )
-    return model.train()  # a pretrained one comes in eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return common.load_pretrained(AutoModelForCausalLM, args.model, config)
 
 
 def make_meta_model(config) -> nn.Module:
-    """The model on the meta device: shapes, no memory."""
+    """The model on the meta device, which has shapes but no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def load_data(args, checkpoint: Path | None) -> tuple:
-    """The files of the dataset, sequences to validate on, the model's config, and the tokenizer:
-    one that was trained is that of the checkpoint."""
-    is_pretrained = args.model not in MODELS
-    config = None
-    tokenizer = None
-    if is_pretrained:
-        config = load_config(args)
-    if args.tokenizer or is_pretrained:
-        tokenizer = common.load_tokenizer(args.tokenizer or args.model)
-        if tokenizer.eos_token_id is None:
-            raise common.UserError("the tokenizer has no EOS token, which ends each text")
-        # Of the added tokens only EOS counts: for that of images Gemma 3's embedding has no row.
-        num_tokens = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
-        if is_pretrained and num_tokens > config.vocab_size:
-            raise common.UserError(
-                f"--model {args.model} knows {config.vocab_size} tokens, and the tokenizer has"
-                f" {num_tokens}; choose the model's own --tokenizer"
-            )
-
-    files, to_train, held_out = load_texts(args)
-    if tokenizer is None and checkpoint:
-        tokenizer = common.load_tokenizer(checkpoint)
-    elif tokenizer is None:
-        tokenizer = common.train_tokenizer(to_train[:2000], vocab_size=2048, append_eos=False)
-    if config is None:
-        config = copy.deepcopy(MODELS[args.model])
-        config.vocab_size = 64 * math.ceil(len(tokenizer) / 64)  # fast on tensor cores
-        config.bos_token_id = None
-        config.eos_token_id = tokenizer.eos_token_id
-        config.max_position_embeddings = args.seq_length
-        config._attn_implementation = ATTENTION
-
-    validation_set = pack(tokenize(held_out, tokenizer), args.seq_length)
-    if len(validation_set["labels"]) == 0:
-        raise common.UserError(
-            f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or"
-            " a lower --seq-length"
+def load_config(args, tokenizer) -> PretrainedConfig:
+    """Load the config of --model. Raises UserError if this script cannot train the model."""
+    if args.model in MODELS:
+        width, feed_forward, layers, heads, key_value_heads = MODELS[args.model]
+        return LlamaConfig(
+            hidden_size=width,
+            intermediate_size=feed_forward,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
+            rms_norm_eps=1e-5,
+            vocab_size=64 * math.ceil(len(tokenizer) / 64),  # fast on tensor cores
+            max_position_embeddings=args.seq_length,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            attn_implementation=ATTENTION,
         )
-    return files, validation_set, config, tokenizer
 
-
-def load_config(args):
-    """Of a pretrained --model. Raises UserError where the script cannot train such a model."""
-    config = common.load_pretrained(AutoConfig, args.model, "config")
-    config._attn_implementation = ATTENTION
+    config = AutoConfig.from_pretrained(args.model, attn_implementation=ATTENTION)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)  # otherwise each rank would skip different layers
+    text_config = config.get_text_config()
+    if text_config is not config:
+        raise common.UserError(
+            f"--model {args.model} has other parts beside text: take one of type"
+            f" {text_config.model_type}"
+        )
     try:
-        text_config = config.get_text_config()
         model = make_meta_model(config)
     except (ValueError, KeyError, NotImplementedError, ImportError) as error:
-        [first, *_] = re.split(r"\.\s", str(error).strip())
         raise common.UserError(
-            f"--model {args.model} is no causal language model that transformers runs with SDPA:"
-            f" {first}"
+            f"--model {args.model}: transformers does not run it with SDPA: {error}"
         ) from error
 
     reason = None
-    if text_config is not config:
-        reason = f"has other parts beside text: take a model of type {text_config.model_type}"
-    elif not layers_of(model):
+    if not layers_of(model):
         reason = "has no layers to shard: transformers does not name them"
     elif not all(getattr(module, "is_causal", True) for module in model.modules()):
         reason = "also looks at later tokens: it is no causal language model"
-    elif getattr(config, "attn_logit_softcapping", None):  # older transformers leave the cap out
+    elif getattr(config, "attn_logit_softcapping", None):  # older transformers ignore the cap
         reason = "caps the scores of attention, for which SDPA has no way"
-    # ATTENTION ignores windows: a sequence must fit into one.
+    # ATTENTION ignores sliding windows, so a sequence must fit into one.
     limits = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
     longest = min(getattr(config, name, None) or math.inf for name in limits)
     if args.seq_length > longest:
         reason = f"takes a --seq-length of {longest} at most"
+    # Among added tokens, only EOS is used. Gemma 3's embedding has no row for its image token.
+    num_tokens = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
+    if num_tokens > config.vocab_size:
+        reason = f"knows {config.vocab_size} tokens, and the tokenizer has {num_tokens}"
     if reason:
         raise common.UserError(f"--model {args.model} {reason}")
     return config
 
 
-# The files that are read, and those of a folder that are not to be trained on, by their names.
-FORMATS = re.compile(r"\.(json|parquet)l?(\.(gz|bz2|xz|zst))?$", re.I)
-HELD_BACK = re.compile(r"/(test|val|valid|validation|dev|eval)(-\d+-of-\d+)?\.[^/]*$", re.I)
+def load_data(args, checkpoint: Path | None) -> tuple:
+    """Return the texts, the sequences to validate on, and the tokenizer."""
+    texts = Texts(args)
+    to_train, held_out = first_texts(args, texts)
+
+    if args.tokenizer or args.model not in MODELS:
+        tokenizer = common.load_tokenizer(args.tokenizer or args.model)
+    elif checkpoint:  # it holds the tokenizer that was trained
+        tokenizer = common.load_tokenizer(checkpoint)
+    else:
+        tokenizer = common.train_tokenizer(to_train, vocab_size=2048, append_eos=False)
+    if tokenizer.eos_token_id is None:
+        raise common.UserError("the tokenizer has no EOS token, which ends each text")
+
+    validation_set = default_convert(pack(tokenize(held_out, tokenizer), args.seq_length))
+    if len(validation_set["labels"]) == 0:
+        raise common.UserError(
+            f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or"
+            " a lower --seq-length"
+        )
+    # Pack blocks of so many texts that they fill about 64 sequences.
+    sample = to_train[::10]
+    tokens_per_text = sum(map(len, tokenize(sample, tokenizer))) / len(sample)
+    texts.block_size = math.ceil(64 * args.seq_length / tokens_per_text)
+    # If texts are few, have so few streams that none is empty.
+    texts.max_streams = min(8, len(set(to_train)) // 12)
+    # It tells whether the data is the same on all nodes, and after a resume.
+    content = [[Path(path).name for path in texts.paths], texts.sizes, to_train]
+    texts.checksum = zlib.crc32(repr(content).encode())
+    return texts, validation_set, tokenizer
 
 
-class DataFile(NamedTuple):
-    """A file of texts, or of a Parquet file one of its groups of rows."""
+class Texts:
+    """The files of --dataset, and their reader. Raises UserError if it cannot be read."""
 
-    kind: str
-    path: str
-    size: float = 1  # in bytes where it is on this disk; the Hub's files are mostly of one size
-    group: int = 0
-    num_groups: int = 1
+    def __init__(self, args):
+        self.column = args.text_column
+        self.builder = None  # for Python's own reference
+        self.paths = [args.dataset]
+        self.sizes = [1]  # in bytes, of files on this disk
+        if args.dataset == "builtin":
+            return
 
+        name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
+        ending = re.search(r"\.(json|parquet|txt)l?(\.gz|\.bz2|\.xz|\.zst)?$", name, re.I)
+        try:
+            if ending:
+                kind = ending[1].lower().replace("txt", "text")
+                self.builder = datasets.load_dataset_builder(kind, data_files=name)
+            else:  # a folder; or NAME or NAME:CONFIG of the Hub
+                self.builder = datasets.load_dataset_builder(*name.split(":"))
+            self.paths = self.builder.config.data_files["train"]
+            self.builder.config.sample_by = "paragraph"  # for .txt files; other readers ignore it
+            first_row = next(iter(self.builder.as_streaming_dataset(split="train")), {})
+        except Exception as error:  # each reader raises its own kind
+            raise common.UserError(f"cannot read --dataset {name}: {error}") from error
 
-@contextlib.contextmanager
-def naming(source: str):
-    """Any error becomes one sentence that names what is read."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split()) or "it is empty"  # StopIteration, of datasets
-        raise common.UserError(f"cannot read {source}: {reason}") from error
+        if self.column not in first_row:
+            raise common.UserError(
+                f"--dataset {name} has no column {self.column}, but {', '.join(first_row)}"
+            )
+        self.builder.config.columns = [self.column]  # of .parquet files
+        self.sizes = [os.path.getsize(path) if os.path.exists(path) else 1 for path in self.paths]
 
-
-def find_files(args) -> list[DataFile]:
-    """The files of --dataset. Raises UserError where it is not found."""
-    name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
-    if name == "builtin":
-        return [DataFile("builtin", "builtin")]
-
-    card = Path(name, "README.md")
-    has_card = card.exists() and card.read_bytes().startswith(b"---")  # which names its files
-    is_folder = os.path.isdir(name) and not has_card
-    with naming(f"--dataset {name} (.jsonl, .json, .parquet, a folder, or a name on the Hub)"):
-        if is_folder:
-            builder = datasets.load_dataset_builder("json", data_files=f"{name}/**")
-        elif FORMATS.search(name):
-            builder = datasets.load_dataset_builder("json", data_files=name)
+    def open(self, paths: list[str]) -> datasets.IterableDataset:
+        """Stream the texts of some of the files, without empty ones."""
+        if self.builder is None:
+            rows = datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset()
         else:
-            builder = datasets.load_dataset_builder(*name.split(":"))
-        paths = builder.config.data_files["train"]
-
-    files = []
-    for path in paths:
-        ending = FORMATS.search(path)
-        if is_folder and (not ending or HELD_BACK.search(path)):
-            continue
-        kind = ending[1].lower() if ending else builder.name
-        files.append(DataFile(kind, path, os.path.getsize(path) if os.path.exists(path) else 1))
-    if streams_of_a_file(args, files) == 1:
-        return files
-
-    # Several streams would read the same ones. Of Parquet files each can have groups of rows.
-    groups = []
-    for file in files:
-        num_groups = 1
-        if file.kind == "parquet":
-            with naming(file.path):
-                num_groups = open_file(file).reshard().num_shards
-        part = file._replace(size=file.size / num_groups, num_groups=num_groups)
-        groups += [part._replace(group=number) for number in range(num_groups)]
-    return groups
+            self.builder.config.data_files = {"train": paths}
+            rows = self.builder.as_streaming_dataset(split="train")
+            # datasets would require the columns and types of the first rows everywhere.
+            self.builder.info.features = None
+            rows.info.features = None
+        tables = rows.select_columns([self.column]).with_format("arrow")
+        return tables.filter(are_texts, batched=True).with_format(None)
 
 
-def streams_of_a_file(args, files: list[DataFile]) -> int:
-    """How many streams share files, which each of them then reads: so few that no file is more than
-    an eighth of their part of the data, or all. So a file weighs what it holds, about."""
-    num_streams = args.global_batch_size // args.micro_batch_size
-    sizes = [file.size for file in files]
-    for sharing in range(1, num_streams):
-        eighth = sum(sizes) * sharing / num_streams / 8
-        if num_streams % sharing == 0 and max(sizes, default=0) <= eighth:
-            return sharing
-    return num_streams
-
-
-def open_file(file: DataFile) -> datasets.IterableDataset:
-    if file.kind == "builtin":
-        return datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset()
-    # By itself, so that its columns need not be those of other files. Nor need all rows be as the
-    # first ones, from which datasets concludes the features of a .jsonl file.
-    builder = datasets.load_dataset_builder(file.kind, data_files=file.path)
-    rows = builder.as_streaming_dataset(split="train")
-    builder.info.features = None
-    rows.info.features = None
-    if file.num_groups > 1:
-        rows = rows.reshard().shard(file.num_groups, file.group)
-    return rows
+def are_texts(table: pa.Table) -> list[bool]:
+    """Which rows of a table with one column hold text. Raises UserError if the column has another
+    type: where types are mixed, datasets would turn every text into JSON."""
+    [column] = table.columns
+    if column.type not in (pa.string(), pa.large_string(), pa.null()):
+        raise common.UserError(f"--text-column: {table.column_names[0]} holds {column.type}")
+    return [bool(text) and not text.isspace() for text in column.to_pylist()]
 
 
 def builtin_texts() -> list[str]:
     """Paragraphs of Python's own reference."""
     paragraphs = "\n\n".join(topics.values()).split("\n\n")
-    return sorted({text.strip() for text in paragraphs if len(text) > 200})
-
-
-def read_file(file: DataFile, column: str, position: dict | None = None):
-    """Yield 32 rows at a time: their texts, how many rows they are, and the position after them.
-    Raises UserError."""
-    with naming(file.path):
-        dataset = open_file(file)
-        if position:
-            dataset.load_state_dict(position)
-        for rows in dataset.iter(32):
-            if column not in rows:
-                raise common.UserError(f"it has no column {column}, but {', '.join(rows)}")
-            texts = [text for text in rows[column] if isinstance(text, str) and text.strip()]
-            yield texts, len(rows[column]), dataset.state_dict()
+    texts = sorted({text.strip() for text in paragraphs if len(text) > 200})
+    random.Random(0).shuffle(texts)
+    return texts
 
 
 def is_held_out(text: str) -> bool:
-    """5% of the texts, by content: one that comes twice is on one side."""
+    """Whether a text is among the 5% to validate on. Only its content decides."""
     return zlib.crc32(text.encode()) % 20 == 0
 
 
-def load_texts(args) -> tuple[list[DataFile], list[str], list[str]]:
-    """The files of the dataset, its first texts to train on, and those held out to validate."""
-    files = find_files(args)
+def first_texts(args, texts: Texts) -> tuple[list[str], list[str]]:
+    """Return 2,000 texts to train on, and --num-validation-texts held-out ones, if there are so
+    many. They come from up to ten files in turn, because files often differ in kind."""
+    paths = random.Random(args.seed).sample(texts.paths, min(10, len(texts.paths)))
     to_train = []
     held_out = []
-    num_rows = 0
-    more = ""
-    read = (read_file(file, args.text_column) for file in files)
-    for texts, count, _ in itertools.chain.from_iterable(read):
-        num_rows += count
-        for text in texts:
-            side = held_out if is_held_out(text) else to_train
-            side.append(text)
-        if len(held_out) >= args.num_validation_texts and len(to_train) >= 2000:
-            more = "more than "  # it need not read on
+    files_in_turn = itertools.zip_longest(*(texts.open([path]) for path in paths))
+    for row in itertools.chain.from_iterable(files_in_turn):
+        if row is None:  # this file has no more
+            continue
+        text = row[texts.column]
+        side = held_out if is_held_out(text) else to_train
+        side.append(text)
+        if len(to_train) >= 2000 and len(held_out) >= args.num_validation_texts:
             break
-    if not held_out:
+    if not to_train or not held_out:
         raise common.UserError(
-            f"--dataset {args.dataset} has too few texts in column {args.text_column} to hold some"
-            f" out: {len(to_train)} in {len(files)} files"
+            f"--dataset {args.dataset} has too few texts: {len(to_train) + len(held_out)} (in .txt"
+            " files, empty lines separate them)"
         )
-
-    if dist.get_rank() == 0:
-        names = list(dict.fromkeys(Path(file.path).name for file in files))
-        listed = ", ".join(names[:5] + ["..."] * (len(names) > 5))
-        print(f"dataset  {args.dataset}, files: {len(names):,} ({listed})", flush=True)
-        num_texts = len(to_train) + len(held_out)
-        sharing = streams_of_a_file(args, files)
-        rest = f"{num_rows - num_texts:,} rows without one; {sharing} streams read each file"
-        print(f"texts    {more}{num_texts:,}, {rest}", flush=True)
-    return files, to_train, held_out[: args.num_validation_texts]
+    return to_train[:2000], held_out[: args.num_validation_texts]
 
 
 def tokenize(texts: list[str], tokenizer) -> list[list[int]]:
-    """With the special tokens that the tokenizer gives a text, and EOS at its end."""
-    token_lists = tokenizer(texts, verbose=False)["input_ids"]
+    """Token ids, with the special tokens that the tokenizer adds to a text, and EOS at the end."""
+    # split_special_tokens: "</s>" in a text is not an EOS
+    token_lists = tokenizer(texts, split_special_tokens=True, verbose=False)["input_ids"]
     for tokens in token_lists:
         if tokens[-1:] != [tokenizer.eos_token_id]:
             tokens.append(tokenizer.eos_token_id)
@@ -562,10 +473,10 @@ def tokenize(texts: list[str], tokenizer) -> list[list[int]]:
 
 
 def pack(token_lists: list[list[int]], length: int) -> dict:
-    """Texts end to end, cut into full sequences, of which it returns arrays: nothing is padded."""
+    """Concatenate texts and cut them into full sequences. Nothing is padded."""
     tokens = np.concatenate(token_lists).astype(int)
-    # Labels are shifted here: the target of a token is the next one, also across sequences. The
-    # model would shift them again, so it does not get them.
+    # Labels are shifted here, across sequences. Models shift the labels they are given, so this one
+    # gets none.
     end = (len(tokens) - 1) // length * length
     return {
         "input_ids": tokens[:end].reshape(-1, length),
@@ -573,122 +484,119 @@ def pack(token_lists: list[list[int]], length: int) -> dict:
     }
 
 
-def read_texts(args, files: list[DataFile], number: int, position: list):
-    """Yield texts of stream `number`, some at a time and pass after pass, and the position after
-    them.
+def make_stream(args, texts: Texts, tokenizer, number: int, num_streams: int):
+    """Sequences of stream `number`, pass after pass, as a `datasets.IterableDataset`. Its
+    `state_dict()` is the position in the data."""
+    # Streams form groups. Each group has its own files, if they are equivalent to eight equal ones
+    # or more. The streams of a group read the same files, and a hash divides the texts among them.
+    num_groups = 1
+    for count in range(2, num_streams + 1):
+        if num_streams % count == 0 and sum(texts.sizes) >= 8 * count * max(texts.sizes):
+            num_groups = count
+    streams_per_group = num_streams // num_groups
+    place_in_group, group = divmod(number, num_groups)
+    paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))[group::num_groups]
+    random.Random(number).shuffle(paths)  # so that a step mixes different files
 
-    The streams that share files have every n-th text of them. Each goes through them in an order of
-    its own, so that kinds of texts mix.
-    """
-    num_streams = args.global_batch_size // args.micro_batch_size
-    sharing = streams_of_a_file(args, files)
-    dealt = random.Random(args.seed).sample(files, len(files))
-    of_stream = dealt[number // sharing :: num_streams // sharing]
-    order = random.Random(number).sample(range(len(of_stream)), len(of_stream))
+    def is_mine(text: str) -> bool:
+        is_my_part = zlib.crc32(text.encode()) // 20 % streams_per_group == place_in_group
+        return is_my_part and not is_held_out(text)
 
-    turn, in_file, num_before = position  # num_before: texts of this file
-    last_turn = turn + len(order)
-    while turn <= last_turn:
-        index = order[turn % len(order)]
-        for texts, _, after in read_file(of_stream[index], args.text_column, in_file):
-            texts = [text for text in texts if not is_held_out(text)]
-            # By `index`, or of small files the same streams would have most.
-            start = (number - index - num_before) % sharing
-            num_before += len(texts)
-            if start < len(texts):
-                last_turn = turn + len(order)
-                yield texts[start::sharing], [turn, after, num_before]
-        turn += 1
-        in_file = None
-        num_before = 0
-    raise common.UserError("there are fewer texts than micro-batches in a step")
+    def pack_block(block: list[str], numbers: list[int]) -> dict:
+        token_lists = tokenize(block, tokenizer)
+        random.Random(hash((args.seed, number, numbers[0]))).shuffle(token_lists)
+        return pack(token_lists, args.seq_length)
 
-
-def read_sequences(args, files: list[DataFile], tokenizer, number: int, position: str | None):
-    """Yield the sequences of stream `number`, each with the position after it. They come in blocks
-    of 64 or more, in each of which texts are shuffled and packed."""
-    sharing = streams_of_a_file(args, files)
-    layout = f"{len(files)} files, or groups of rows, each read by {sharing} streams"
-    start = json.dumps([[0, None, 0], 0, 0, layout])
-    after_texts, block, num_done, layout_before = json.loads(position or start)
-    if layout != layout_before:
-        raise common.UserError(
-            f"the run had {layout_before}, and now there are {layout}; choose another --output-dir"
-        )
-    texts_of_stream = read_texts(args, files, number, after_texts)
-    while True:
-        before_block = after_texts
-        token_lists = []
-        num_tokens = 0
-        while num_tokens <= 64 * args.seq_length:
-            texts, after_texts = next(texts_of_stream)
-            for tokens in tokenize(texts, tokenizer):
-                token_lists.append(tokens)
-                num_tokens += len(tokens)
-        np.random.default_rng([args.seed, number, block]).shuffle(token_lists)
-        sequences = pack(token_lists, args.seq_length)
-        for row in range(num_done, len(sequences["labels"])):
-            # In 32 bits: the worker sends it through shared memory, of which Docker gives little.
-            sequence = {name: rows[row].astype("int32") for name, rows in sequences.items()}
-            after = json.dumps([before_block, block, row + 1, layout])
-            yield sequence | {"position": after}
-        block += 1
-        num_done = 0
+    column = [texts.column]
+    # Repeat before packing: the next pass then has other blocks, in another order.
+    my_texts = texts.open(paths).filter(is_mine, input_columns=column).repeat(None)
+    return my_texts.map(
+        pack_block,
+        input_columns=column,
+        with_indices=True,
+        batched=True,
+        batch_size=texts.block_size,
+        remove_columns=column,
+    )
 
 
-class Sequences(IterableDataset):
-    """Those of this rank, step after step: in each a micro-batch of each of its streams.
+class Steps(IterableDataset):
+    """Yields the sequences of this rank for one step, and the positions of its streams after it.
 
-    So a step has the same sequences on any number of processes, and a run may go on with more or
-    fewer of them.
+    A step takes equally many sequences from every stream, and the ranks divide the streams. So a
+    step is the same on any number of processes, and a run can continue with more or fewer.
     """
 
-    def __init__(self, args, world, files: list[DataFile], tokenizer, positions: list[str] | None):
-        num_streams = args.global_batch_size // args.micro_batch_size
+    def __init__(self, args, world, texts: Texts, tokenizer, positions: list[dict] | None):
+        if positions:
+            num_streams = len(positions)
+        else:
+            # As many as the ranks divide, at most eight: each stream reads the files of its group.
+            most = max(world.size, texts.max_streams)
+            counts = range(world.size, most + 1, world.size)
+            num_streams = max(count for count in counts if args.global_batch_size % count == 0)
+        if num_streams % world.size != 0:
+            raise common.UserError(
+                f"{world.size} processes cannot divide the {num_streams} streams of texts that the"
+                " run began with"
+            )
+        self.num_sequences = args.global_batch_size // num_streams  # of a stream in a step
         self.streams = []
         for number in range(world.rank, num_streams, world.size):
-            position = positions[number] if positions else None
-            self.streams.append((args, files, tokenizer, number, position))
-        self.micro_batch_size = args.micro_batch_size
+            stream = make_stream(args, texts, tokenizer, number, num_streams)
+            if positions:
+                stream.load_state_dict(positions[number])
+            self.streams.append(stream)
 
     def __iter__(self):
-        streams = [read_sequences(*arguments) for arguments in self.streams]
+        iterators = [iter(stream) for stream in self.streams]
         while True:
-            for stream in streams:
-                yield from itertools.islice(stream, self.micro_batch_size)
+            sequences = []
+            for iterator in iterators:
+                sequences += itertools.islice(iterator, self.num_sequences)
+            if len(sequences) < self.num_sequences * len(iterators):
+                return  # a stream has no texts
+            yield default_collate(sequences), [stream.state_dict() for stream in self.streams]
 
 
-def steps_on_device(args, world, files: list[DataFile], tokenizer, positions: list[str] | None):
-    """Yield for each step this rank's micro-batches, on its device, and the positions of its
-    streams after it, where a resumed run goes on. A worker process packs ahead.
+def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] | None):
+    """Yield this rank's micro-batches of each step, on its device, and the positions of its streams
+    after the step. A worker process packs ahead.
 
-    positions: of all streams, to go on from.
+    positions: those of all streams, from which to continue.
     """
-    size = args.micro_batch_size
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # true hangs in a forked worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise a forked worker hangs
     loader = DataLoader(
-        Sequences(args, world, files, tokenizer, positions),
-        batch_size=args.global_batch_size // world.size,
-        num_workers=1,  # not 2: both would give every step
-        pin_memory=world.device.type != "cpu",  # else the host waits for each copy
+        Steps(args, world, texts, tokenizer, positions),
+        batch_size=None,  # each item is a step
+        num_workers=1,  # two would both yield every step
+        pin_memory=world.device.type != "cpu",  # otherwise copies block the host
         **common.WORKERS,
     )
-    for step in loader:
-        positions = step.pop("position")  # after each sequence
-        for name, tensor in step.items():
-            step[name] = tensor.to(world.device, non_blocking=True).long()
+    for sequences, positions in loader:
+        for name, tensor in sequences.items():
+            sequences[name] = tensor.to(world.device, non_blocking=True)
         micro_batches = []
-        for first in range(0, len(positions), size):
-            rows = slice(first, first + size)
-            micro_batches.append({name: tensor[rows] for name, tensor in step.items()})
-        yield micro_batches, positions[size - 1 :: size]
+        for first in range(0, len(sequences["labels"]), args.micro_batch_size):
+            rows = slice(first, first + args.micro_batch_size)
+            micro_batches.append({name: tensor[rows] for name, tensor in sequences.items()})
+        yield micro_batches, positions
+    raise common.UserError("too few texts: one of the streams of texts has none")
+
+
+def gather_positions(world, positions: list[dict]) -> list[dict]:
+    """Collective. The positions of all streams, given those of this rank."""
+    gathered = [None] * world.size
+    dist.all_gather_object(gathered, positions)
+    # Rank 0 has streams 0, n, 2n, ..., rank 1 has streams 1, n + 1, ...
+    return list(itertools.chain.from_iterable(zip(*gathered, strict=True)))
 
 
 @torch.no_grad()
 def validate(args, world, model, sequences: dict, log, step: int):
-    """Print the mean loss over all held-out sequences, on any number of ranks. A collective."""
-    # Every rank takes part in every forward pass, and all parts are as large, for which --compile
-    # makes one graph. Numbers past the end wrap round to the first sequences, and do not count.
+    """Collective. Print the mean loss over all held-out sequences."""
+    # Every rank must take part in every forward, and --compile needs one graph if all batches have
+    # the same size. So pad with the first sequences, which then do not count.
     count = len(sequences["labels"])
     of_all_ranks = args.micro_batch_size * world.size
     padded = math.ceil(count / of_all_ranks) * of_all_ranks
@@ -697,10 +605,9 @@ def validate(args, world, model, sequences: dict, log, step: int):
     model.eval()
     totals = torch.zeros(2, device=world.device)  # summed loss, targets
     for part in log.bar(numbers, "validate", len(numbers)):
-        inputs = torch.from_numpy(sequences["input_ids"])[part % count]
-        labels = torch.from_numpy(sequences["labels"])[part % count]
-        labels[part >= count] = -100  # in a copy, which indexing by a tensor makes
-        batch = {"input_ids": inputs.to(world.device), "labels": labels.to(world.device)}
+        batch = {name: rows[part % count] for name, rows in sequences.items()}  # copies
+        batch["labels"][part >= count] = -100
+        batch = {name: rows.to(world.device) for name, rows in batch.items()}
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
     model.train()
@@ -713,7 +620,7 @@ def validate(args, world, model, sequences: dict, log, step: int):
 
 # ---- Which strategy is fastest here? ------------------------------------------------------------
 
-# Dense bf16, by the words in a device's name; if several entries fit, the last counts.
+# Dense bf16 TFLOP/s by device name. If several entries match, the last one counts.
 PEAK_TFLOPS = {
     "A100": 312,
     "L40S": 362,
@@ -729,38 +636,38 @@ PEAK_TFLOPS = {
 
 
 def mfu_per_token_per_second(args, world, meta_model) -> float:
-    """What a token costs, as a share of what all GPUs can compute in a second. Multiplied by
-    tokens/s it is MFU, Model FLOPs Utilization. 0 where either is unknown.
+    """MFU (Model FLOPs Utilization) divided by tokens/s: the FLOPs of a token over the peak FLOP/s
+    of all GPUs. 0 if either is unknown.
 
-    By PaLM's appendix B (arXiv:2204.02311) backward costs twice what forward does. PyTorch counts
-    forward's products on shapes alone; of experts those that a token uses.
+    As in appendix B of PaLM (arXiv:2204.02311), backward costs twice as much as forward. PyTorch
+    counts the FLOPs of forward on shapes; experts count if a token uses them.
     """
     peak_tflops = args.peak_tflops
     if peak_tflops == 0 and world.device.type == "cuda":
         device_name = torch.cuda.get_device_name()
         for name, tflops in PEAK_TFLOPS.items():
-            if re.search(rf"\b{name}\b", device_name):  # whole words: not A100 in "RTX A1000"
+            if re.search(rf"\b{name}\b", device_name):  # whole words: A100 is not in "RTX A1000"
                 peak_tflops = tflops
     if peak_tflops == 0:
         return 0.0
 
     model = copy.deepcopy(meta_model)
-    model.set_experts_implementation("batched_mm")  # has shapes that do not depend on numbers
+    model.set_experts_implementation("batched_mm")  # its shapes do not depend on the routing
     tokens = torch.ones(1, args.seq_length, dtype=torch.long, device="meta")
     try:
         with FlopCounterMode(display=False) as counter:
             model(input_ids=tokens, use_cache=False)
-    except RuntimeError:  # a few models read numbers all the same
+    except RuntimeError:  # a few models read values, which meta tensors lack
         return 0.0
     flops_per_token = 3 * counter.get_total_flops() / args.seq_length
     return flops_per_token / (peak_tflops * 1e12 * world.size)
 
 
 def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed: float):
-    """Time a few steps under each strategy, with this model on these machines. A collective."""
+    """Collective. Time a few steps under each strategy, with this model on these machines."""
     for strategy in RESHARD:
         args.sharding_strategy = strategy
-        common.peak_gib(world.device)  # counts anew from here
+        common.reset_peak(world.device)
         model, optimizer = build(args, world, full_model, meta_model)
         times = []
         for _ in log.bar(range(7), strategy, 7):
@@ -782,25 +689,25 @@ def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_
             record["mfu"] = speed * mfu_per_speed
         log.metrics(record)
         del model, optimizer
-        gc.collect()  # FSDP's objects refer to each other in circles
+        gc.collect()  # FSDP's objects form reference cycles
         if world.device.type != "cpu":
             torch.accelerator.empty_cache()
 
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume refuses a checkpoint if one of these flags differs. Any other may change.
+# These flags choose the data of a step, so --resume requires them to be the same.
+# The optimizer's state holds its weight decay.
 MUST_MATCH = (
-    "model dataset text_column tokenizer seq_length global_batch_size micro_batch_size lr"
-    " warmup_steps weight_decay max_steps seed"
+    "model dataset text_column tokenizer seq_length global_batch_size seed weight_decay"
 ).split()
 
 
-def learning_rate(args, step: int, num_steps: int) -> float:
-    """A linear warm-up, then a cosine down to a tenth. `step` counts from 1 to `num_steps`."""
+def learning_rate(args, step: int) -> float:
+    """Linear warm-up, then cosine decay to a tenth. `step` counts from 1."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
-    done = (step - args.warmup_steps) / max(1, num_steps - args.warmup_steps)
+    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
@@ -820,12 +727,12 @@ def parse_args():
 
     add = parser.add_argument_group("training").add_argument
     add("--max-steps", default=500, type=at_least_1, help="steps of the optimizer")
-    add("--micro-batch-size", default=4, type=at_least_1, help="sequences in a process at once")
+    add("--micro-batch-size", default=4, type=at_least_1, help="at most, in a process at once")
     add(
         "--global-batch-size",
         default=0,
         type=at_least_0,
-        help="sequences in a step; 0: the first multiple of micro-batch x processes from 16 on",
+        help="sequences in a step; 0: the first multiple of the number of processes from 16 on",
     )
     add(
         "--lr",
@@ -834,7 +741,7 @@ def parse_args():
         help="the highest; 0: 5e-3 for tiny, 4e-4 for 150m, 1b, 7b; 2e-5 for a pretrained model",
     )
     add("--warmup-steps", default=20, type=at_least_0, help="steps to the highest learning rate")
-    add("--weight-decay", default=0.1, type=number, help="of all weights")
+    add("--weight-decay", default=0.1, type=number, help="of matrices: not of biases and norms")
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
@@ -868,35 +775,33 @@ def parse_args():
 
 
 def is_due(args, step: int, every: int) -> bool:
-    """Every so many steps, and after the last one; never if `every` is 0."""
+    """Whether something is due that happens every so many steps, and after the last one."""
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
 def main(args, world):
     log = common.Log(world, args.output_dir)
+    args.precision = common.choose_precision(args.precision, world.device)
+    common.divide_batch(args, world, default=16)
+    replicas, shards = mesh_shape(args, world)
     model_folder = args.output_dir / "model"
     checkpoint = None
     if not args.compare_strategies:
-        checkpoint = common.find_checkpoint(args, model_folder)
-    args.precision = common.choose_precision(args.precision, world.device)
-    smallest_batch = args.micro_batch_size * world.size
-    if args.global_batch_size == 0:
-        args.global_batch_size = math.ceil(16 / smallest_batch) * smallest_batch
-    if args.global_batch_size % smallest_batch != 0:
-        raise common.UserError(
-            f"--global-batch-size must be a multiple of --micro-batch-size times {world.size}"
-            " processes"
-        )
-    replicas, shards = mesh_shape(args, world)
+        checkpoint = common.find_checkpoint(args, MUST_MATCH, model_folder)
 
     # Data
-    data = common.first_on_node(world, lambda: load_data(args, checkpoint))
-    files, validation_set, config, tokenizer = data
+    texts, validation_set, tokenizer = common.first_on_node(
+        world, lambda: load_data(args, checkpoint)
+    )
+    common.check_data(texts.checksum, checkpoint)
+    names = ", ".join(Path(path).name for path in texts.paths[:3])
+    log.print(f"dataset  {args.dataset}: {names}; files: {len(texts.paths):,}")
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
     num_sequences = len(validation_set["labels"])
     log.print(f"data     {step_tokens:,} tokens in a step, {num_sequences} sequences to validate")
 
     # Model
+    config = common.first_on_node(world, lambda: load_config(args, tokenizer))
     full_model = None
     if world.rank == 0:
         full_model = load_model(args, config)  # on the CPU
@@ -906,7 +811,7 @@ def main(args, world):
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
         log.print(f"fsdp     every strategy, {args.precision}")
-        steps = steps_on_device(args, world, files, tokenizer, None)
+        steps = steps_on_device(args, world, texts, tokenizer, None)
         compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed)
         return
     mesh = f"{replicas} x {shards} (replicas x shards)"
@@ -918,7 +823,7 @@ def main(args, world):
     step = 0
     positions = None
     if checkpoint:
-        progress = common.load_checkpoint(checkpoint, args, MUST_MATCH, model, optimizer)
+        progress = common.load_checkpoint(checkpoint, model, optimizer)
         step = progress["step"]
         positions = progress["positions"]
         log.print(f"resumed  from step {step} of {args.max_steps}")
@@ -926,25 +831,25 @@ def main(args, world):
         validate(args, world, model, validation_set, log, step)
 
     # Train
-    stop = common.StopRequest()
-    loss_sum = torch.zeros((), device=world.device)  # since the last line
+    common.note_stops()
+    loss_sum = torch.zeros((), device=world.device)  # since the last printed line
     last_logged = step
     start = time.perf_counter()
 
     numbers = range(step + 1, args.max_steps + 1)
-    steps = steps_on_device(args, world, files, tokenizer, positions)
+    steps = steps_on_device(args, world, texts, tokenizer, positions)
     for step in log.bar(numbers, "train", len(numbers)):
-        lr = learning_rate(args, step, args.max_steps)
+        lr = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         micro_batches, positions = next(steps)
-        # A resumed run draws the same dropout; each rank draws its own. Not before next(steps): the
-        # DataLoader draws a seed when it starts.
+        # Dropout is the same in a resumed run and differs between ranks. Seed after next(steps),
+        # because a DataLoader draws a random number when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         step_loss, grad_norm = train_step(args, world, model, optimizer, micro_batches)
         loss_sum += step_loss
 
-        stop_now = stop.on_any_rank()
+        stop_now = common.stop_on_any_rank()
         save_now = stop_now or is_due(args, step, args.checkpoint_every)
         validate_now = is_due(args, step, args.validate_every)
         if save_now or validate_now or is_due(args, step, args.log_every):
@@ -962,24 +867,23 @@ def main(args, world):
             if mfu_per_speed > 0:
                 record["mfu"] = speed * mfu_per_speed
             log.metrics(record)
+            common.reset_peak(world.device)
             loss_sum.zero_()
             last_logged = step
 
             if save_now:
-                gathered = [None] * world.size
-                dist.all_gather_object(gathered, positions)
-                # Rank 0 has streams 0, n, 2n, ..., rank 1 has streams 1, n + 1, ...
-                in_order = [position for nth in zip(*gathered, strict=True) for position in nth]
-                progress = {"step": step, "positions": in_order}
-                common.save_checkpoint(
-                    args.output_dir, progress, args, model, optimizer, tokenizer, world
-                )
+                progress = {
+                    "step": step,
+                    "positions": gather_positions(world, positions),
+                    "checksum": texts.checksum,
+                }
+                common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now and step < args.max_steps:
-                log.print(f"stopped  at step {step}, all is saved: go on with --resume")
+                log.print(f"stopped  at step {step}, all is saved: continue with --resume")
                 return
             if validate_now:
                 validate(args, world, model, validation_set, log, step)
-            start = time.perf_counter()  # without the time of saving and validation
+            start = time.perf_counter()  # do not count saving and validation
 
     saved = "not saved"
     if args.save_model:

@@ -5,9 +5,9 @@ sharded with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`), and pu
 side by side.
 
     python mnist_fsdp.py                    # the whole comparison; a laptop is enough
-    python mnist_fsdp.py --device cpu       # where one GPU has nobody to share with
-    python mnist_fsdp.py --model shallow deep --dataset mnist --num-train-samples 0 --epochs 10 \
-        --batch-size 256                    # the notebook's
+    python mnist_fsdp.py --device cpu       # if you have only one GPU
+    python mnist_fsdp.py --model shallow deep --dataset mnist --epochs 10 \
+        --global-batch-size 256             # the notebook's
     torchrun --nproc_per_node 8 mnist_fsdp.py --model deep      # the sharded half only
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 mnist_fsdp.py
@@ -19,12 +19,14 @@ notebook leaves some out), both halves shuffle, a batch is that of all processes
 of training (not read once, before backward), and FSDP2 is the default: FSDP1 is deprecated.
 """
 
+import ctypes
 import functools
 import gc
 import itertools
 import json
-import math
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -48,18 +50,18 @@ import common
 
 # ---- FSDP --------------------------------------------------------------------------------------
 
-# Two translations of one plan: from the leaves up, a module becomes a unit when it has at least
-# --min-num-params parameters that are in no unit yet. What remains is the root unit.
+# Both functions do the same: from the leaves up, each module with at least --min-num-params
+# parameters that are not in a unit yet becomes a unit. Everything else is in the root unit.
 
 
 def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
-    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter. A
-    collective."""
+    """Collective: every rank must call it. Shard with `fully_shard`: bottom-up, in place, one
+    DTensor per parameter."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     for module in reversed(list(model.modules())):  # children before parents, the root last
         sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
-        # FSDP1's policy decides here too. It skips containers such as ModuleList, whose forward
-        # nobody calls.
+        # FSDP1's policy decides here, too. It skips containers such as ModuleList, whose forward is
+        # never called.
         is_large = size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params)
         if is_large or module is model:
             unit = fully_shard(module, mesh=mesh)
@@ -69,26 +71,26 @@ def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
 
 
 def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
-    """Shard with `FullyShardedDataParallel`: the policy wraps, one flat parameter per unit. A
-    collective."""
+    """Collective. Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit."""
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params)
     return FSDP(
         model,
         auto_wrap_policy=policy,
         device_id=world.device,  # units move to the device one by one as they are wrapped
-        use_orig_params=True,  # the module still shows the single parameters
-        # A mesh only so that state dicts hold DTensors, as under FSDP2.
+        use_orig_params=True,  # keep the parameters visible
+        # With a mesh, state dicts hold DTensors, as with FSDP2.
         device_mesh=init_device_mesh(world.device.type, (world.size,)),
     )
 
 
-def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[float, int]:
-    """The mean loss over the samples of all ranks, and their number. A collective: so is every
-    forward of a sharded model."""
+def train_one_epoch(world, model, loader, optimizer, epoch: int, num_steps: int, log):
+    """Collective, like every forward of a sharded model. Train the first `num_steps` batches of an
+    epoch. Returns the mean loss over the samples of all ranks, and their number."""
     model.train()
-    loader.sampler.set_epoch(epoch)  # without it every epoch has the order of the first
+    loader.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
     loss_sum = torch.zeros((), device=world.device)
-    for images, labels in log.bar(loader, f"epoch {epoch}", len(loader)):
+    batches = itertools.islice(loader, num_steps)
+    for images, labels in log.bar(batches, f"epoch {epoch}", num_steps):
         images = images.to(world.device, non_blocking=True)
         labels = labels.to(world.device, non_blocking=True)
 
@@ -99,7 +101,7 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[f
         optimizer.step()
         loss_sum += loss.detach()  # stays on the device: .item() would make the host wait
 
-    num_samples = len(loader) * loader.batch_size * world.size
+    num_samples = num_steps * loader.batch_size * world.size
     return common.sum_over_ranks(loss_sum) / num_samples, num_samples
 
 
@@ -107,14 +109,14 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[f
 
 
 class Residual(nn.Linear):
-    """Begins as the identity, so that many in a row learn in a few steps."""
+    """Starts as the identity, so that many in a row learn in a few steps."""
 
     def reset_parameters(self):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The ReLU comes first: after weights of zero it would pass no gradient back to them.
+        # The ReLU comes first: after weights that are zero, it would pass no gradient to them.
         active = F.relu(F.layer_norm(x, x.shape[-1:]))
         return x + 0.01 * super().forward(active)
 
@@ -145,21 +147,21 @@ class Network(nn.Module):
 
 
 NETWORKS = {
-    # As in a transformer: no unit is much of the whole. Each process draws dropout of its own, so
-    # without it the number of processes does not change the losses.
+    # As in a transformer, each unit is a small part of the whole. It has no dropout, which each
+    # process would draw for itself: so the losses are the same on any number of processes.
     "layers": functools.partial(Network, 1024, equal_layers=40, dropout=(0, 0)),
     # The notebook's: no activation between its layers.
     "deep": functools.partial(Network, 9000, 1000, 1000, 1000, 128),
-    # Its activations are large beside its parameters.
+    # Its activations are large compared with its parameters.
     "shallow": functools.partial(Network, 128),
 }
-# Slow on a CPU: with drawn digits, so many steps. `deep` shows its memory, and has not learned yet.
-STEPS = {"layers": 10, "deep": 4}
+# Without --epochs so many steps, which keep the first run short. `deep` does not learn in so few.
+STEPS = {"layers": 10, "deep": 4, "shallow": 100}
 
 
 def draw_digits(count: int, seed: int) -> TensorDataset:
-    """`count` digits in Pillow's own font, moved, scaled, sheared and noised at random: images and
-    labels."""
+    """Draw `count` digits in Pillow's own font, moved, scaled, sheared and with noise. Returns
+    images and labels."""
     font = ImageFont.load_default(size=26)
     glyphs = []
     for digit in "0123456789":
@@ -176,11 +178,10 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
 
 
 def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
-    """Images to train on and to test on: drawn, or MNIST's, which one process of a node downloads.
-    A collective."""
+    """Collective. Images to train on and to test on: drawn, or MNIST's, which one process per node
+    downloads."""
     if args.dataset == "builtin":
-        train_set = draw_digits(args.num_train_samples or 60_000, 2 * args.seed)
-        return train_set, draw_digits(2000, 2 * args.seed + 1)
+        return draw_digits(6400, 2 * args.seed), draw_digits(1000, 2 * args.seed + 1)
 
     def download():
         datasets.MNIST(args.data_dir, download=True)
@@ -191,31 +192,22 @@ def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
         digits = datasets.MNIST(args.data_dir, is_train)
         images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
         normalized.append(TensorDataset(images, digits.targets))
-    train_set, test_set = normalized
-    return TensorDataset(*train_set[: args.num_train_samples or None]), test_set
+    return tuple(normalized)
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's part of batches of `batch_size` images, rounded up where ranks do not divide it.
-    The ranks take turns through the order that one process would follow."""
-    batch_size_of_rank = math.ceil(batch_size / world.size)
+    """This rank's part of the batches. The ranks take turns through the order that one process
+    would follow, so the steps are the same on any number of them."""
     sampler = DistributedSampler(
         dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
     )
-    if train and len(sampler) < batch_size_of_rank:
-        raise common.UserError(f"{len(dataset)} images do not fill a --batch-size of {batch_size}")
-    return DataLoader(
-        dataset,
-        batch_size_of_rank,
-        sampler=sampler,
-        drop_last=train,
-        pin_memory=world.device.type != "cpu",
-    )
+    pin_memory = world.device.type != "cpu"
+    return DataLoader(dataset, batch_size, sampler=sampler, drop_last=train, pin_memory=pin_memory)
 
 
 @torch.no_grad()
 def evaluate(world, model, loader) -> tuple[float, float]:
-    """Mean loss and accuracy over the whole test set, every image once. A collective."""
+    """Collective. Mean loss and accuracy over the test set, with every image counted once."""
     model.eval()
     totals = torch.zeros(2, device=world.device)
     first = world.rank
@@ -223,10 +215,10 @@ def evaluate(world, model, loader) -> tuple[float, float]:
         labels = labels.to(world.device)
         outputs = model(images.to(world.device))
 
-        # Every rank must take part in every forward pass, so the sampler repeats images. Those do
-        # not count: nll_loss ignores labels of -100, and nothing equals them.
-        numbers = first + world.size * torch.arange(len(labels), device=world.device)
-        labels[numbers >= len(loader.dataset)] = -100
+        # Every rank must take part in every forward, so the sampler repeats some images. Do not
+        # count these: nll_loss ignores labels of -100, and no prediction equals them.
+        indices = first + world.size * torch.arange(len(labels), device=world.device)
+        labels[indices >= len(loader.dataset)] = -100
         totals[0] += F.nll_loss(outputs, labels, reduction="sum")
         totals[1] += (outputs.argmax(dim=1) == labels).sum()
         first += world.size * len(labels)
@@ -239,32 +231,27 @@ def evaluate(world, model, loader) -> tuple[float, float]:
 
 def parse_args():
     parser = common.make_parser(__doc__)
+    at_least_0 = common.at_least(0)
     at_least_1 = common.at_least(1)
 
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default=list(NETWORKS), choices=NETWORKS, nargs="+", help="which networks")
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
-    add(
-        "--num-train-samples",
-        default=6400,
-        type=common.at_least(0),
-        help="0: all; of builtin, layers makes ten steps and deep four",
-    )
 
     add = parser.add_argument_group("training").add_argument
+    add("--epochs", default=0, type=at_least_0, help="0: only a few steps, see STEPS")
     add(
-        "--epochs",
-        default=3,
-        type=at_least_1,
-        help="passes over the images",
+        "--global-batch-size",
+        default=0,
+        type=at_least_0,
+        help="images in a step, over all processes; 0: 128, or the next multiple of the processes",
     )
-    add("--batch-size", default=128, type=at_least_1, help="images in a step, of all processes")
-    add("--test-batch-size", default=1000, type=at_least_1, help="the same in the test")
+    add("--test-batch-size", default=1000, type=at_least_1, help="images in a process at once")
     add("--lr", default=0.001, type=common.at_least(0, float), help="learning rate of Adam")
 
     add = parser.add_argument_group("FSDP").add_argument
-    add("--mode", choices=("local", "fsdp"), help="only this half; under torchrun fsdp")
+    add("--mode", choices=("local", "fsdp"), help="run only this half; under torchrun: fsdp")
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--min-num-params", default=20_000, type=at_least_1, help="parameters that make a unit")
     add("--print-model", action="store_true", help="print the network, with its units")
@@ -272,12 +259,12 @@ def parse_args():
     common.add_run_flags(parser.add_argument_group("processes and output"))
     parser.set_defaults(save_model=False)
     args = parser.parse_args()
-    if args.mode is None and common.TORCHRUN & os.environ.keys():
+    if args.mode is None and "RANK" in os.environ:
         args.mode = "fsdp"
     if args.mode == "local":
+        if "RANK" in os.environ or args.num_processes > 1:
+            parser.error("--mode local is one process: leave out torchrun and --num-processes")
         args.num_processes = 1
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            parser.error("--mode local is one process: use python, without torchrun or WORLD_SIZE")
     return args
 
 
@@ -294,11 +281,22 @@ def describe(row: dict) -> str:
 
 
 def main(args, world):
+    if world.device.type == "cpu" and sys.platform == "linux":
+        # Return freed blocks of 1 MB or more to Linux at once, so that the peak counts only what
+        # training holds. It costs speed. (3 negative is M_MMAP_THRESHOLD of malloc.h.)
+        ctypes.CDLL(None).mallopt(-3, 1_000_000)
     log = common.Log(world, args.output_dir)
     train_set, test_set = load_digits(args, world)
     log.print(
         f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test"
     )
+    common.divide_batch(args, world, default=128)
+    train_loader = make_loader(
+        train_set, args.global_batch_size // world.size, args, world, train=True
+    )
+    test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
+    if len(train_loader) == 0:
+        raise common.UserError(f"{len(train_set)} images do not fill --global-batch-size")
     for network in args.model:
         with torch.device("meta"):
             meta_model = NETWORKS[network]()
@@ -306,15 +304,8 @@ def main(args, world):
     log.print(HEAD)
 
     for network in args.model:
-        images = train_set
-        epochs = args.epochs
-        if network in STEPS and args.dataset == "builtin":
-            images = TensorDataset(*train_set[: STEPS[network] * args.batch_size])
-            epochs = 1
-        train_loader = make_loader(images, args.batch_size, args, world, train=True)
-        test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
-
-        torch.manual_seed(args.seed)  # on every rank, so that their shards are of the same weights
+        steps_left = args.epochs * len(train_loader) or STEPS[network]
+        torch.manual_seed(args.seed)  # one seed for all ranks: they shard the same weights
         model = NETWORKS[network]()
         if args.mode == "local":
             model.to(world.device)
@@ -323,17 +314,21 @@ def main(args, world):
         else:
             model = shard_with_fsdp1(args, world, model)
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)  # of the shards
-        torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout one per rank
+        torch.manual_seed(args.seed + 1 + world.rank)  # but each rank has its own dropout
         if args.print_model:
             log.print(str(model))
 
-        for epoch in range(1, epochs + 1):
-            common.peak_gib(world.device)  # counts anew from here
+        for epoch in itertools.count(1):
+            num_steps = min(steps_left, len(train_loader))
+            steps_left -= num_steps
+            common.reset_peak(world.device)
             start = time.perf_counter()
-            loss, num_samples = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
+            loss, num_samples = train_one_epoch(
+                world, model, train_loader, optimizer, epoch, num_steps, log
+            )
             seconds = time.perf_counter() - start
             peak_gib = common.peak_gib(world.device)
-            # Before evaluate, which leaves the root unit gathered.
+            # Measure before evaluate, which leaves the root unit gathered.
             state_gib = common.state_gib(model, optimizer)
             test_loss, accuracy = evaluate(world, model, test_loader)
             row = {
@@ -350,6 +345,8 @@ def main(args, world):
             }
             log.print(describe(row))
             log.write(row)
+            if steps_left == 0:
+                break
 
         if args.save_model:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -359,19 +356,19 @@ def main(args, world):
                 folder.mkdir(exist_ok=True)
                 (folder / "model.safetensors").write_bytes(save(weights))
         del model, optimizer
-        gc.collect()  # FSDP's objects refer to each other in circles
+        gc.collect()  # FSDP's objects form reference cycles
 
 
 def compare_both_halves(args):
-    """Run each half in processes of its own, which have their own peak of memory and leave a GPU
-    empty, and print the last epoch of each network side by side."""
+    """Run each half in its own processes, which have their own peak of memory and leave the GPU
+    empty. Print the last epoch of each network side by side."""
     start = time.perf_counter()
-    # Only to measure, as it is slow: glibc returns freed blocks of 100 KB or more to Linux, so that
-    # the peak of a process counts only what it holds. Smaller ones stay, as the threads left them.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "100000")
-    # So each block has new pages, which are dear in a virtual machine: of huge ones it needs fewer.
+    # Large pages: in a virtual machine, memory that was returned is slow to get again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    common.start_processes(1, "--mode", "local")
+    local = [*sys.argv, "--num-processes", "1", "--mode", "local"]  # of two flags the last counts
+    local_half = subprocess.run([sys.executable, *local])
+    if local_half.returncode != 0:
+        sys.exit(local_half.returncode)
     args.mode = "fsdp"
     common.run(main, args)
 

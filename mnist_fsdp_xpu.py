@@ -5,8 +5,7 @@ begin with "XPU:" are the answer.
 
     python mnist_fsdp_xpu.py                # one process for each Intel GPU
     python mnist_fsdp_xpu.py --device cpu   # a rehearsal without one: all but the GPU's timer
-    torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --num-train-samples 0 \
-        --epochs 10                         # the document's
+    torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --epochs 10   # the document's
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 mnist_fsdp_xpu.py
 
@@ -24,7 +23,6 @@ Intel GPU, only as rehearsal.
 """
 
 import functools
-import math
 import time
 from pathlib import Path
 
@@ -49,19 +47,19 @@ import common
 
 # ---- FSDP --------------------------------------------------------------------------------------
 
-# Two translations of one plan: from the leaves up, a module becomes a unit when it has at least
-# --min-num-params parameters that are in no unit yet. What remains is the root unit.
+# Both functions do the same: from the leaves up, each module with at least --min-num-params
+# parameters that are not in a unit yet becomes a unit. Everything else is in the root unit.
 
 
 def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
-    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter. A
-    collective."""
+    """Collective: every rank must call it. Shard with `fully_shard`: bottom-up, in place, one
+    DTensor per parameter."""
     # XPU: the mesh is of "xpu", and FSDP2 moves the model to it: no model.to.
     mesh = init_device_mesh(world.device.type, (world.size,))
     for module in reversed(list(model.modules())):  # children before parents, the root last
         sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
-        # FSDP1's policy decides here too. It skips containers such as ModuleList, whose forward
-        # nobody calls.
+        # FSDP1's policy decides here, too. It skips containers such as ModuleList, whose forward is
+        # never called.
         is_large = size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params)
         if is_large or module is model:
             unit = fully_shard(module, mesh=mesh)
@@ -71,25 +69,24 @@ def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
 
 
 def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
-    """Shard with `FullyShardedDataParallel`: the policy wraps, one flat parameter per unit. A
-    collective."""
+    """Collective. Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit."""
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params)
     return FSDP(
         model,
         auto_wrap_policy=policy,
         # XPU: "xpu:0", "xpu:1", ...; without it all stays on the CPU, and the first forward fails.
         device_id=world.device,
-        use_orig_params=True,  # the module still shows the single parameters
-        # A mesh only so that state dicts hold DTensors, as under FSDP2.
+        use_orig_params=True,  # keep the parameters visible
+        # With a mesh, state dicts hold DTensors, as with FSDP2.
         device_mesh=init_device_mesh(world.device.type, (world.size,)),
     )
 
 
 def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[float, int]:
-    """The mean loss over the samples of all ranks, and their number. A collective: so is every
-    forward of a sharded model."""
+    """Collective, like every forward of a sharded model. Returns the mean loss over the samples of
+    all ranks, and their number."""
     model.train()
-    loader.sampler.set_epoch(epoch)  # without it every epoch has the order of the first
+    loader.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
     loss_sum = torch.zeros((), device=world.device)
     for images, labels in log.bar(loader, f"epoch {epoch}", len(loader)):
         images = images.to(world.device, non_blocking=True)
@@ -132,8 +129,8 @@ class Network(nn.Module):
 
 
 def draw_digits(count: int, seed: int) -> TensorDataset:
-    """`count` digits in Pillow's own font, moved, scaled, sheared and noised at random: images and
-    labels."""
+    """Draw `count` digits in Pillow's own font, moved, scaled, sheared and with noise. Returns
+    images and labels."""
     font = ImageFont.load_default(size=26)
     glyphs = []
     for digit in "0123456789":
@@ -150,11 +147,10 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
 
 
 def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
-    """Images to train on and to test on: drawn, or MNIST's, which one process of a node downloads.
-    A collective."""
+    """Collective. Images to train on and to test on: drawn, or MNIST's, which one process per node
+    downloads."""
     if args.dataset == "builtin":
-        train_set = draw_digits(args.num_train_samples or 60_000, 2 * args.seed)
-        return train_set, draw_digits(2000, 2 * args.seed + 1)
+        return draw_digits(6400, 2 * args.seed), draw_digits(1000, 2 * args.seed + 1)
 
     def download():
         datasets.MNIST(args.data_dir, download=True)
@@ -165,31 +161,22 @@ def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
         digits = datasets.MNIST(args.data_dir, is_train)
         images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
         normalized.append(TensorDataset(images, digits.targets))
-    train_set, test_set = normalized
-    return TensorDataset(*train_set[: args.num_train_samples or None]), test_set
+    return tuple(normalized)
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's part of batches of `batch_size` images, rounded up where ranks do not divide it.
-    The ranks take turns through the order that one process would follow."""
-    batch_size_of_rank = math.ceil(batch_size / world.size)
+    """This rank's part of the batches. The ranks take turns through the order that one process
+    would follow, so the steps are the same on any number of them."""
     sampler = DistributedSampler(
         dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
     )
-    if train and len(sampler) < batch_size_of_rank:
-        raise common.UserError(f"{len(dataset)} images do not fill a --batch-size of {batch_size}")
-    return DataLoader(
-        dataset,
-        batch_size_of_rank,
-        sampler=sampler,
-        drop_last=train,
-        pin_memory=world.device.type != "cpu",
-    )
+    pin_memory = world.device.type != "cpu"
+    return DataLoader(dataset, batch_size, sampler=sampler, drop_last=train, pin_memory=pin_memory)
 
 
 @torch.no_grad()
 def evaluate(world, model, loader) -> tuple[float, float]:
-    """Mean loss and accuracy over the whole test set, every image once. A collective."""
+    """Collective. Mean loss and accuracy over the test set, with every image counted once."""
     model.eval()
     totals = torch.zeros(2, device=world.device)
     first = world.rank
@@ -197,10 +184,10 @@ def evaluate(world, model, loader) -> tuple[float, float]:
         labels = labels.to(world.device)
         outputs = model(images.to(world.device))
 
-        # Every rank must take part in every forward pass, so the sampler repeats images. Those do
-        # not count: nll_loss ignores labels of -100, and nothing equals them.
-        numbers = first + world.size * torch.arange(len(labels), device=world.device)
-        labels[numbers >= len(loader.dataset)] = -100
+        # Every rank must take part in every forward, so the sampler repeats some images. Do not
+        # count these: nll_loss ignores labels of -100, and no prediction equals them.
+        indices = first + world.size * torch.arange(len(labels), device=world.device)
+        labels[indices >= len(loader.dataset)] = -100
         totals[0] += F.nll_loss(outputs, labels, reduction="sum")
         totals[1] += (outputs.argmax(dim=1) == labels).sum()
         first += world.size * len(labels)
@@ -213,18 +200,23 @@ def evaluate(world, model, loader) -> tuple[float, float]:
 
 def parse_args():
     parser = common.make_parser(__doc__)
+    at_least_0 = common.at_least(0)
     at_least_1 = common.at_least(1)
     number = common.at_least(0, float)
 
     add = parser.add_argument_group("data and model").add_argument
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
     add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
-    add("--num-train-samples", default=6400, type=common.at_least(0), help="0 for all")
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=at_least_1, help="passes over the images")
-    add("--batch-size", default=64, type=at_least_1, help="images in a step, of all processes")
-    add("--test-batch-size", default=1000, type=at_least_1, help="the same in the test")
+    add(
+        "--global-batch-size",
+        default=0,
+        type=at_least_0,
+        help="images in a step, over all processes; 0: 64, or the next multiple of the processes",
+    )
+    add("--test-batch-size", default=1000, type=at_least_1, help="images in a process at once")
     add("--lr", default=1.0, type=number, help="learning rate of Adadelta")
     add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")
 
@@ -233,7 +225,7 @@ def parse_args():
     add("--min-num-params", default=100, type=at_least_1, help="parameters that make a unit")
 
     common.add_run_flags(parser.add_argument_group("processes and output"))
-    parser.set_defaults(device="xpu", save_model=False)  # XPU: never the CPU in silence
+    parser.set_defaults(device="xpu", save_model=False)  # XPU: never fall back to the CPU
     return parser.parse_args()
 
 
@@ -242,13 +234,18 @@ def main(args, world):
     # "xccl", once "ccl".
     log = common.Log(world, args.output_dir)
     train_set, test_set = load_digits(args, world)
-    train_loader = make_loader(train_set, args.batch_size, args, world, train=True)
+    common.divide_batch(args, world, default=64)
+    train_loader = make_loader(
+        train_set, args.global_batch_size // world.size, args, world, train=True
+    )
     test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
+    if len(train_loader) == 0:
+        raise common.UserError(f"{len(train_set)} images do not fill --global-batch-size")
     log.print(
         f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test"
     )
 
-    torch.manual_seed(args.seed)  # one seed on every rank: each keeps its shard of the same weights
+    torch.manual_seed(args.seed)  # one seed for all ranks: they shard the same weights
     model = Network()
     log.print(f"model    {common.describe_state(model, world.size)}")
     if args.fsdp_version == 2:
@@ -258,7 +255,7 @@ def main(args, world):
     log.print(str(model))  # with its units
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)  # of the shards
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
-    torch.manual_seed(args.seed + 1 + world.rank)  # weights had one seed, dropout has one per rank
+    torch.manual_seed(args.seed + 1 + world.rank)  # but each rank has its own dropout
 
     # XPU: time by the device's own clock.
     if world.device.type == "xpu":
@@ -267,7 +264,7 @@ def main(args, world):
         first_event.record()
 
     for epoch in range(1, args.epochs + 1):
-        common.peak_gib(world.device)  # counts anew from here
+        common.reset_peak(world.device)
         start = time.perf_counter()
         loss, num_samples = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
         speed = num_samples / (time.perf_counter() - start)

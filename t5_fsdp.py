@@ -7,9 +7,9 @@ articles in two to three minutes on two cores.
     python t5_fsdp.py                       # one process for each GPU, or two on the CPU
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base \
         --dataset data/wikihowAll.csv --num-train-samples 1500 --epochs 2 \
-        --batch-size 4 --test-batch-size 4 --lr 2e-3 --gamma 0.7        # the tutorial's
+        --global-batch-size 32 --test-batch-size 4 --lr 2e-3 --gamma 0.7    # the tutorial's
     torchrun --nproc_per_node 8 t5_fsdp.py ... \
-        --batch-size 64 --compile           # fills a GPU; ask will_it_fit.py about yours
+        --global-batch-size 512 --micro-batch-size 64 --compile     # fills GPUs of 80 GB
     torchrun --nproc_per_node 8 t5_fsdp.py ... \
         --checkpoint-every 500 --resume     # run again after any stop
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
@@ -31,6 +31,7 @@ import random
 import textwrap
 import time
 import warnings
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -65,49 +66,48 @@ from transformers import (
     DataCollatorForSeq2Seq,
     T5Config,
 )
-from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import common
 
-# FSDP2 warns that a wrapped module returns a view, which must not be modified in place. No code
-# here modifies it.
+# FSDP2 warns against modifying the returned views in place, which no code here does.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
 
 # ---- FSDP: what is sharded, in which precision, and when it is gathered ------------------------
 
-# A unit is a group of parameters that FSDP gathers and frees together. Here each T5Block is one.
-# What remains is the root unit, above all the embedding, which encoder, decoder and output layer
-# share.
+# FSDP gathers and frees parameters in groups, called units. Each T5Block is a unit. Everything else
+# is in the root unit: mostly the embedding, which encoder, decoder and output layer share.
 
-# Where a docstring says "A collective", every rank must call the function.
+# "Collective" in a docstring means that every rank must call the function.
 
-# The dtype to gather parameters and compute in, and the dtype to reduce gradients in. The shards
-# that the optimizer updates are always fp32.
+# The dtype for gathering parameters and computing, and the dtype for reducing gradients. The
+# optimizer's shards are always fp32.
 PRECISIONS = {
     "fp32": (torch.float32, torch.float32),  # the tutorial's fp32_policy
-    "bf16": (torch.bfloat16, torch.bfloat16),  # the tutorial's bfSixteen: half the bytes
-    "grad-bf16": (torch.float32, torch.bfloat16),  # its grad_bf16: half the bytes of gradients only
+    "bf16": (torch.bfloat16, torch.float32),  # sums of gradients stay exact enough
+    "bf16-reduce": (torch.bfloat16, torch.bfloat16),  # the tutorial's bfSixteen: sends least
+    "grad-bf16": (torch.float32, torch.bfloat16),  # the tutorial's grad_bf16
 }
 
-# FSDP1's names, and FSDP2's reshard_after_forward.
+# FSDP1's names, and the value of FSDP2's reshard_after_forward.
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for forward and again for backward
-    "SHARD_GRAD_OP": False,  # ZeRO-2: they are kept in between; less traffic, more memory
+    "SHARD_GRAD_OP": False,  # ZeRO-2: they stay gathered; less traffic, more memory
 }
 
-# When the parameters of the next unit are gathered in backward.
+# When backward gathers the parameters of the next unit.
 PREFETCH = {
-    "pre": BackwardPrefetch.BACKWARD_PRE,  # before this unit's gradients: overlaps, holds two units
-    "post": BackwardPrefetch.BACKWARD_POST,  # after them (FSDP1 only)
-    "none": None,  # when they are needed: least memory, no overlap
+    "pre": BackwardPrefetch.BACKWARD_PRE,  # before computing this unit: holds two units
+    "post": BackwardPrefetch.BACKWARD_POST,  # after computing this unit (FSDP1 only)
+    "none": None,  # when it is needed: least memory, no overlap
 }
 
-# The next two functions do the same: one with FSDP2, one with FSDP1.
+# The next two functions do the same, with FSDP2 and with FSDP1.
 
 
 def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
-    """Shard with `fully_shard`: bottom-up, in place, one DTensor shard per parameter. A collective.
+    """Collective. Shard with `fully_shard`: bottom-up, in place, one DTensor per parameter.
 
     full_model: rank 0's, with the weights. meta_model: shapes only, so that the whole model need
     not fit a device.
@@ -125,24 +125,24 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
 
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
-    # The root stays gathered after forward, by default: backward begins with it.
+    # By default the root stays gathered after forward, because backward starts with it.
     fully_shard(model, **options)
 
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
-            # FSDP2 has no switch for this, and an empty list means the default. So each unit names
-            # itself, which is gathered already: nothing is prefetched.
+            # FSDP2 has no switch for this, and an empty list means the default. So let each unit
+            # prefetch itself, which is already gathered.
             unit.set_modules_to_backward_prefetch([unit])
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
 
     common.load_weights(model, full_model, world, args.cpu_offload)
-    register_fsdp_forward_method(model, "generate")  # it gathers the root as forward() does
+    register_fsdp_forward_method(model, "generate")  # gather the root there, too
     return model
 
 
 def shard_with_fsdp1(args, world, model) -> nn.Module:
-    """Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit. A collective.
+    """Collective. Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit.
 
     model: with the weights, on every rank's CPU; FSDP moves it unit by unit.
     """
@@ -168,42 +168,39 @@ def shard_with_fsdp1(args, world, model) -> nn.Module:
         backward_prefetch=PREFETCH[args.backward_prefetch],
         cpu_offload=CPUOffload(args.cpu_offload),
         device_id=world.device,
-        use_orig_params=True,  # the module still shows the single parameters; --compile needs them
-        device_mesh=mesh,  # checkpoints hold DTensors, as in FSDP2
+        use_orig_params=True,  # keep the parameters visible; --compile needs it
+        device_mesh=mesh,  # so that checkpoints hold DTensors, as with FSDP2
     )
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, which become units: what transformers never splits over devices."""
+    """The layers, which become units: the modules that transformers never splits over devices."""
     names = model._no_split_modules
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
-    """What --compile and --activation-checkpointing do to the layers, and to the loss. To be called
-    before sharding. Returns the units."""
+    """Apply --compile and --activation-checkpointing to the layers, before sharding. Return the
+    units."""
     layers = layers_of(model)
     if args.compile:
-        # All T5Blocks share this limit, and need graphs for encoder and decoder, training and
-        # validation.
+        # All T5Blocks together: encoder and decoder, training and validation have different graphs.
         torch._dynamo.config.recompile_limit = 32
         for layer in layers:
-            # FSDP's hooks stay outside the graphs. dynamic=True is not used: with it T5's
-            # constants, such as its number of position buckets, become symbols too, and Inductor
-            # fails.
+            # In place: FSDP's hooks stay outside the graphs. With dynamic=True, constants such as
+            # the number of position buckets would become symbols, and Inductor would fail.
             layer.compile()
-        # The loss is a module, too, see CrossEntropy. Compiled, it makes no fp32 copies of logits.
-        cross_entropy.compile()
+        cross_entropy.compile()  # then it makes no fp32 copy of the logits
 
     if args.activation_checkpointing:
-        # FSDP goes around these wrappers, as prepare_layers comes before sharding.
+        # From now on these wrappers are the units.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
         return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     return layers
 
 
 def build(args, world, full_model, meta_model):
-    """The sharded model and its optimizer, which must see the shards. A collective."""
+    """Collective. The sharded model and its optimizer, which must be created from the shards."""
     if args.fsdp_version == 2:
         model = shard_with_fsdp2(args, world, full_model, meta_model)
     else:
@@ -213,11 +210,11 @@ def build(args, world, full_model, meta_model):
 
 
 def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """One step of the optimizer. `batch` is this rank's part of the global batch: one micro-batch,
-    or --accumulation-steps of them. A collective.
+    """Collective. One step of the optimizer. `batch` is this rank's part of the global batch, which
+    is processed in micro-batches.
 
     Returns this rank's [summed loss, number of target tokens, number of all tokens] and the
-    gradient norm, both as tensors: to read a number would make the host wait for the device.
+    gradient norm, as tensors: reading their values would make the host wait for the device.
     """
     num_targets = (batch["labels"] != -100).sum()
     global_targets = num_targets.clone()
@@ -226,22 +223,22 @@ def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torc
     loss_sum = torch.zeros((), device=world.device)
     num_samples = len(batch["labels"])
     optimizer.zero_grad()
-    for first in range(0, num_samples, args.batch_size):
-        rows = slice(first, first + args.batch_size)
+    for first in range(0, num_samples, args.micro_batch_size):
+        rows = slice(first, first + args.micro_batch_size)
         micro_batch = {name: tensor[rows] for name, tensor in batch.items()}
         is_last = rows.stop >= num_samples
 
         with gradient_sync(args, world, model, is_last):
             loss = summed_loss(model, micro_batch)
-            # FSDP divides gradients by the number of ranks. Undo that, and divide by all targets:
-            # the gradient of the mean over the global batch, as if one process held it.
+            # FSDP divides gradients by the number of ranks. Undo that and divide by the number of
+            # all targets: the gradient of the mean over the global batch, as in one process.
             (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
     if args.fsdp_version == 2:
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     else:
-        grad_norm = model.clip_grad_norm_(1.0)  # nn.utils would see this rank's shards only
+        grad_norm = model.clip_grad_norm_(1.0)  # nn.utils would see only this rank's shards
     optimizer.step()
 
     num_tokens = num_targets + batch["attention_mask"].sum()
@@ -258,19 +255,19 @@ def gradient_sync(args, world, model, is_last: bool):
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         return contextlib.nullcontext()
-    # One process has nothing to send, and there no_sync fails in bf16 with tied weights.
+    # One process has nothing to send (and with tied weights in bf16, no_sync fails there).
     if is_last or world.size == 1:
         return contextlib.nullcontext()
     return model.no_sync()
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
-    """Cross-entropy, summed over the real target tokens of a batch: one number. A collective, as
-    every forward of a sharded model is."""
+    """Collective, like every forward of a sharded model. Cross-entropy, summed over the target
+    tokens without padding."""
     labels = batch["labels"]
     output = model(
         input_ids=batch["input_ids"],
-        # With four dimensions. To look at a mask of two, transformers would wait for the device.
+        # With four dimensions: transformers would inspect a two-dimensional mask on the host.
         attention_mask=batch["attention_mask"][:, None, None, :].bool(),
         decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),
         use_cache=False,
@@ -279,7 +276,7 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
 
 
 class CrossEntropy(nn.Module):
-    """Summed where a label is not -100. A module, so that --compile can compile it."""
+    """A module, so that --compile can compile it."""
 
     def forward(self, logits, labels):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
@@ -288,9 +285,9 @@ class CrossEntropy(nn.Module):
 cross_entropy = CrossEntropy()
 
 
-@torch.compiler.set_stance("force_eager")  # a graph for every length of a summary is too many
+@torch.compiler.set_stance("force_eager")  # each length of a summary would need a graph
 def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
-    """Greedy summaries. A collective: with `synced_gpus` all ranks go on until the last is done."""
+    """Collective. Greedy summaries. `synced_gpus`: all ranks continue until the last is done."""
     options = {
         "input_ids": batch["input_ids"],
         "attention_mask": batch["attention_mask"],
@@ -302,9 +299,8 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
     if args.fsdp_version == 2:
         return model.generate(**options)
 
-    # generate() bypasses the root's forward(), so the root is gathered here, in fp32, and autocast
-    # makes it compute in `dtype`. The layers' forward() does run: they gather themselves, in
-    # `dtype`.
+    # generate() bypasses the root's forward(), so gather the root here, in fp32, and let autocast
+    # compute in `dtype`. The layers gather themselves, in `dtype`, in their own forward().
     dtype = PRECISIONS[args.precision][0]
     device_type = batch["input_ids"].device.type
     with (
@@ -319,13 +315,14 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
 ROUGE = ("rouge1", "rouge2", "rougeL")
 NUM_SCORED = 100  # articles whose summaries are generated and scored
 
-# Words of any script, and single characters where a script has no spaces between words
+# Words of any script, or single characters for scripts without spaces between words
 NO_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 WORDS = rf"(?V1)[[\p{{L}}\p{{M}}\p{{N}}]--[{NO_SPACES}]]+|[{NO_SPACES}]"
 
 
 class RougeTokenizer(PorterStemmer):
-    """In place of rouge_score's own, which drops all letters but a to z. It must stem, too."""
+    """Replaces the tokenizer of rouge_score, which drops all letters but a to z, and stems as it
+    does."""
 
     def tokenize(self, text):
         words = regex.findall(WORDS, text.lower())
@@ -333,25 +330,21 @@ class RougeTokenizer(PorterStemmer):
 
 
 def load_model(args, config) -> nn.Module:
-    """The model on this process's CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
+    """Load the model on the CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
     torch.manual_seed(args.seed)
     if args.model == "builtin":
-        model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
-    else:
-        model = common.load_pretrained(
-            AutoModelForSeq2SeqLM, args.model, "weights", config=config, dtype=torch.float32
-        )
-    return model.train()  # a pretrained one comes in eval()
+        return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+    return common.load_pretrained(AutoModelForSeq2SeqLM, args.model, config)
 
 
 def make_meta_model(config) -> nn.Module:
-    """The model on the meta device: shapes, no memory."""
+    """The model on the meta device, which has shapes but no memory."""
     with torch.device("meta"):
         return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
 
 
 def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
-    """The config and the tokenizer of --model. Those of `builtin` are made for the articles."""
+    """The config and tokenizer of --model; for `builtin`, made for the articles."""
     if args.model == "builtin":
         if checkpoint:
             tokenizer = common.load_tokenizer(checkpoint)
@@ -370,7 +363,7 @@ def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
         )
         return config, tokenizer
 
-    config = common.load_pretrained(AutoConfig, args.model, "config")
+    config = AutoConfig.from_pretrained(args.model)
     if config.model_type not in ("t5", "mt5", "umt5"):
         raise common.UserError(
             f"--model {args.model} is not a T5; docs/your-model-and-data.md says what to change"
@@ -379,22 +372,27 @@ def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
 
 
 def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> dict:
-    """Token ids of some articles. Padding is the collator's."""
-    texts = ["summarize: " + text for text in rows["text"]]  # the name of the task, as T5 learned
-    sources = tokenizer(texts, max_length=source_length, truncation=True)
-    targets = tokenizer(text_target=rows["summary"], max_length=target_length, truncation=True)
+    """Token ids of some articles, not padded yet."""
+    texts = ["summarize: " + text for text in rows["text"]]  # T5 was trained with this prefix
+    options = {"truncation": True, "split_special_tokens": True}  # "</s>" in a text is not an EOS
+    sources = tokenizer(texts, max_length=source_length, **options)
+    targets = tokenizer(text_target=rows["summary"], max_length=target_length, **options)
+    for ids in targets["input_ids"]:
+        if ids[-1:] != [tokenizer.eos_token_id]:  # some tokenizers do not add it
+            ids.append(tokenizer.eos_token_id)
     return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
 
 
 def load_data(args, checkpoint) -> tuple:
-    """Tokenized articles to train on and to validate on, with the model's config and tokenizer, and
-    the number of all usable articles."""
+    """Return the config and tokenizer of the model, tokenized articles to train on and to validate
+    on, and a hash that identifies the dataset."""
     train_set, validation_set = common.load_articles(
         args.dataset, args.text_column, args.summary_column, args.max_summary_share
     )
-    num_usable = len(train_set) + len(validation_set)
-    train_set = train_set.take(args.num_train_samples or num_usable)
-    validation_set = validation_set.take(args.num_validation_samples or num_usable)
+    hashes = train_set["content_hash"][:] + validation_set["content_hash"][:]
+    checksum = zlib.crc32(str(hashes).encode())
+    train_set = train_set.take(args.num_train_samples or len(train_set))
+    validation_set = validation_set.take(args.num_validation_samples or len(validation_set))
 
     config, tokenizer = load_config_and_tokenizer(args, checkpoint, train_set)
     options = {
@@ -406,36 +404,29 @@ def load_data(args, checkpoint) -> tuple:
         articles.map(tokenize, batched=True, fn_kwargs=options)
         for articles in (train_set, validation_set)
     )
-    return config, tokenizer, train_set, validation_set, num_usable
+    return config, tokenizer, train_set, validation_set, checksum
 
 
 def steps_on_device(args, world, articles, collate, step: int):
     """Yield for each step after `step` its articles, as a batch on this rank's device, epoch after
     epoch. They are the same on any number of processes, and of similar length, because padding is
     wasted work."""
-    samples_per_step = args.batch_size * args.accumulation_steps  # of this rank
-    sampler = DistributedLengthGroupedSampler(
-        samples_per_step * world.size,
-        num_replicas=world.size,
-        rank=world.rank,
-        seed=args.seed,
-        drop_last=True,  # the articles that do not fill a step: others in each epoch
-        lengths=[len(ids) for ids in articles["input_ids"]],
-    )
-    batch_sampler = BatchSampler(sampler, samples_per_step, drop_last=True)
-    epoch, done = divmod(step, len(batch_sampler))
+    lengths = [len(ids) for ids in articles["input_ids"]]
+    epoch, done = divmod(step, len(articles) // args.global_batch_size)
     while True:
-        sampler.set_epoch(epoch)
-        batches = list(batch_sampler)
-        random.Random(epoch).shuffle(batches)  # the sampler goes from long to short
-        yield from batches_on_device(articles, batches[done:], collate, world)
+        generator = torch.Generator().manual_seed(args.seed + epoch)
+        sampler = LengthGroupedSampler(args.global_batch_size, lengths=lengths, generator=generator)
+        # The rest, which does not fill a batch, differs between epochs.
+        batches = list(BatchSampler(sampler, args.global_batch_size, drop_last=True))
+        random.Random(epoch).shuffle(batches)  # the sampler sorts them from long to short
+        mine = [batch[world.rank :: world.size] for batch in batches[done:]]
+        yield from batches_on_device(articles, mine, collate, world)
         epoch += 1
         done = 0
 
 
 def batches_on_device(articles, batches: list[list[int]], collate, world):
-    """Yield batches, padded, on this rank's device. `batches`: of each the numbers of its
-    articles."""
+    """Yield padded batches on this rank's device. `batches` lists the indices of their articles."""
     has_accelerator = world.device.type != "cpu"
     workers = {"num_workers": 2, **common.WORKERS} if has_accelerator else {}
     loader = DataLoader(
@@ -451,10 +442,10 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
 
 @torch.no_grad()
 def validate(args, world, model, articles, collate, log, step: int) -> float:
-    """Print the loss over all articles, each counted once, and ROUGE of the first ones, with an
-    example. Returns the loss. A collective."""
-    # Every rank takes part in every forward pass: numbers past the end wrap round to the first
-    # articles, and do not count.
+    """Collective. Print and return the loss over all articles; print ROUGE for the first of them,
+    and an example."""
+    # Every rank must take part in every forward. So pad with the first articles, which then do not
+    # count.
     padded = math.ceil(len(articles) / world.size) * world.size
     numbers = torch.arange(world.rank, padded, world.size).split(args.test_batch_size)
     samples = [(part % len(articles)).tolist() for part in numbers]
@@ -470,7 +461,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
         batch["labels"][part >= len(articles)] = -100
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
-        # Rank 0's first number: all ranks compare the same one, so that all generate, or none.
+        # The first index on rank 0, so that either all ranks generate or none does.
         if part[0] - world.rank >= num_scored:
             continue
 
@@ -498,16 +489,15 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume refuses a checkpoint if one of these flags differs, or the number of articles in a step
-# (see main). Any other may change.
+# These flags choose the articles of a step, so --resume requires them to be the same.
 MUST_MATCH = (
     "model dataset text_column summary_column max_summary_share num_train_samples"
-    " num_validation_samples max_source_length max_target_length seed lr gamma"
+    " num_validation_samples max_source_length max_target_length global_batch_size seed"
 ).split()
 
 
 def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
-    """--gamma lowers it after each epoch. `epoch` counts from 0, `step` from 1 to `num_steps`."""
+    """--lr, multiplied by --gamma after each epoch. `epoch` counts from 0, `step` from 1."""
     return args.lr * args.gamma**epoch
 
 
@@ -536,9 +526,14 @@ def parse_args():
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=at_least_1, help="passes over the articles")
     add("--max-steps", default=0, type=at_least_0, help="in place of --epochs; 0: by --epochs")
-    add("--batch-size", default=16, type=at_least_1, help="articles in a process at once")
-    add("--accumulation-steps", default=1, type=at_least_1, help="batches in an optimizer step")
-    add("--test-batch-size", default=50, type=at_least_1, help="articles per process in validation")
+    add(
+        "--global-batch-size",
+        default=0,
+        type=at_least_0,
+        help="articles in a step; 0: the first multiple of the number of processes from 32 on",
+    )
+    add("--micro-batch-size", default=16, type=at_least_1, help="at most, in a process at once")
+    add("--test-batch-size", default=50, type=at_least_1, help="the same in validation")
     add("--lr", default=1e-3, type=number, help="learning rate of AdamW")
     add("--gamma", default=0.8, type=number, help="factor on the learning rate after each epoch")
 
@@ -574,25 +569,22 @@ def parse_args():
 def main(args, world):
     log = common.Log(world, args.output_dir)
     best_folder = args.output_dir / "best"
-    checkpoint = common.find_checkpoint(args, best_folder)
     args.precision = common.choose_precision(args.precision, world.device)
+    common.divide_batch(args, world, default=32)
+    checkpoint = common.find_checkpoint(args, MUST_MATCH, best_folder)
 
     # Data
-    config, tokenizer, train_set, validation_set, num_usable = common.first_on_node(
+    config, tokenizer, train_set, validation_set, checksum = common.first_on_node(
         world, lambda: load_data(args, checkpoint)
     )
+    common.check_data(checksum, checkpoint)
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # labels with -100
-
-    global_batch = args.batch_size * args.accumulation_steps * world.size
-    sizes = [global_batch, num_usable]  # what a position in the data depends on
-    steps_per_epoch = len(train_set) // global_batch
+    steps_per_epoch = len(train_set) // args.global_batch_size
     if steps_per_epoch == 0:
-        raise common.UserError(
-            f"{len(train_set)} articles do not fill a step of {global_batch}; lower --batch-size"
-        )
+        raise common.UserError(f"{len(train_set)} articles do not fill --global-batch-size")
     log.print(
         f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate;"
-        f" {steps_per_epoch:,} steps of {global_batch} an epoch"
+        f" {steps_per_epoch:,} steps of {args.global_batch_size} an epoch"
     )
 
     # Model
@@ -613,14 +605,7 @@ def main(args, world):
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     best_loss = math.inf
     if checkpoint:
-        progress = common.load_checkpoint(checkpoint, args, MUST_MATCH, model, optimizer)
-        before = progress["sizes"]
-        if before != sizes:
-            raise common.UserError(
-                f"a step of {checkpoint} has {before[0]} articles of {before[1]} usable ones, not"
-                f" {global_batch} of {num_usable}: --batch-size x --accumulation-steps x"
-                f" {world.size} processes must be {before[0]}, and --dataset must be the same"
-            )
+        progress = common.load_checkpoint(checkpoint, model, optimizer)
         step = progress["step"]
         best_loss = progress["best_loss"]
         log.print(f"resumed  from step {step} of {num_steps}")
@@ -628,8 +613,8 @@ def main(args, world):
         validate(args, world, model, validation_set, collate, log, step)
 
     # Train
-    stop = common.StopRequest()
-    totals = torch.zeros(3, device=world.device)  # since the last line
+    common.note_stops()
+    totals = torch.zeros(3, device=world.device)  # since the last printed line
     start = time.perf_counter()
 
     numbers = range(step + 1, num_steps + 1)
@@ -640,13 +625,13 @@ def main(args, world):
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch = next(batches)
-        # A resumed run draws the same dropout; each rank draws its own. Not before next(batches):
-        # a DataLoader draws a seed when it starts.
+        # Dropout is the same in a resumed run and differs between ranks. Seed after next(batches),
+        # because a DataLoader draws a random number when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
         totals += step_totals
 
-        stop_now = stop.on_any_rank()
+        stop_now = common.stop_on_any_rank()
         epoch_ends = step % steps_per_epoch == 0 or step == num_steps
         save_now = stop_now
         if args.checkpoint_every > 0:
@@ -663,6 +648,7 @@ def main(args, world):
                 "peak_gib": common.peak_gib(world.device),
             }
             log.metrics(record)
+            common.reset_peak(world.device)
             totals.zero_()
 
             if epoch_ends:
@@ -674,14 +660,12 @@ def main(args, world):
                     common.export(model, meta_model, tokenizer, best_folder, world)
                     log.print(f"saved    the model to {best_folder}, in place of any before it")
             if save_now:
-                progress = {"step": step, "sizes": sizes, "best_loss": best_loss}
-                common.save_checkpoint(
-                    args.output_dir, progress, args, model, optimizer, tokenizer, world
-                )
+                progress = {"step": step, "checksum": checksum, "best_loss": best_loss}
+                common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now and step < num_steps:
-                log.print(f"stopped  at step {step}, all is saved: go on with --resume")
+                log.print(f"stopped  at step {step}, all is saved: continue with --resume")
                 return
-            start = time.perf_counter()  # without the time of validation and saving
+            start = time.perf_counter()  # do not count validation and saving
 
     log.print(f"metrics  {log.path}, run {log.run}")
     is_saved = args.save_model and best_folder.exists()

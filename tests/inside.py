@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -79,10 +78,10 @@ def parse(script, *flags):
         return MODULES[script].parse_args()
 
 
-def check_settings(script, checkpoint, args):
-    """Raises UserError where a run with these args does not go on from a checkpoint."""
-    with mock.patch.multiple(common, get_state_dict=lambda *_: ({}, {}), set_state_dict=mock.Mock(), dcp=mock.Mock()):
-        common.load_checkpoint(checkpoint, args, MODULES[script].MUST_MATCH, None, None)
+def check_settings(script, args):
+    """Raises UserError where a run with these args does not resume from its output folder."""
+    with mock.patch.object(common, "from_rank0", side_effect=lambda value: value):
+        assert common.find_checkpoint(args, MODULES[script].MUST_MATCH, args.output_dir / "model")
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
@@ -112,15 +111,14 @@ LM_MODELS = tuple(lm_multinode.MODELS)
 
 def lm_shape(name, vocabulary):
     """A model of one of the shapes of --model, on the meta device."""
-    config = copy.deepcopy(lm_multinode.MODELS[name])
-    config.vocab_size = vocabulary
-    config._attn_implementation = lm_multinode.ATTENTION
-    return lm_multinode.make_meta_model(config)
+    tokenizer = mock.MagicMock(eos_token_id=1, __len__=lambda _: vocabulary)
+    return lm_multinode.make_meta_model(lm_multinode.load_config(parse("lm_multinode.py", "--model", name), tokenizer))
 
 
 def lm_model(args):
     """That of a pretrained --model, on the meta device."""
-    return lm_multinode.make_meta_model(lm_multinode.load_config(args))
+    tokenizer = common.load_tokenizer(args.model)
+    return lm_multinode.make_meta_model(lm_multinode.load_config(args, tokenizer))
 
 
 def lm_mesh_shape(args, size, per_node):
@@ -128,24 +126,25 @@ def lm_mesh_shape(args, size, per_node):
     return lm_multinode.mesh_shape(args, world_of(size=size)._replace(local_size=per_node))
 
 
-def lm_texts(args, script=lm_multinode):
-    """The files of the dataset, and the list of texts that are held out."""
-    with mock.patch("torch.distributed.get_rank", return_value=1):  # prints nothing
-        files, _, held_out = script.load_texts(args)
-    return files, held_out
+def lm_data(args, tokenizer, script=lm_multinode):
+    """The texts of the dataset, and the sequences to validate on, as one process would load them."""
+    args = copy.copy(args)
+    args.tokenizer = "given"
+    with mock.patch.object(script.common, "load_tokenizer", return_value=tokenizer):
+        texts, validation_set, _ = script.load_data(args, None)
+    return texts, validation_set
 
 
 def lm_all_texts(args):
     """Of the dataset, in order."""
-    files, held_out = lm_texts(args)
-    read = itertools.chain.from_iterable(lm_multinode.read_file(file, args.text_column) for file in files)
-    to_train = [text for texts, _, _ in read for text in texts if not lm_multinode.is_held_out(text)]
-    return sorted([*held_out, *to_train])
+    texts = lm_multinode.Texts(args)
+    return sorted(row[texts.column] for row in texts.open(texts.paths))
 
 
 def lm_held_out(args, tokenizer, script=lm_multinode):
     """The held-out texts in full sequences: arrays of all input_ids, all labels."""
-    return lm_packed(lm_texts(args, script)[1], args, tokenizer, script)
+    _, validation_set = lm_data(args, tokenizer, script)
+    return {name: rows.numpy() for name, rows in validation_set.items()}
 
 
 def lm_packed(texts, args, tokenizer, script=lm_multinode):
@@ -153,18 +152,22 @@ def lm_packed(texts, args, tokenizer, script=lm_multinode):
     return script.pack(script.tokenize(texts, tokenizer), args.seq_length)
 
 
-def lm_steps(args, tokenizer, script=lm_multinode):
-    """Yield the micro-batches of each step of one process, without a worker."""
-    files, _ = lm_texts(args, script)
-    loader = DataLoader(script.Sequences(args, world_of(), files, tokenizer, None), args.micro_batch_size)
-    micro_batches = ({name: batch[name].long().numpy() for name in batch if name != "position"} for batch in loader)
-    while True:
-        yield list(itertools.islice(micro_batches, args.global_batch_size // args.micro_batch_size))
+def lm_steps(args, tokenizer, script=lm_multinode, size=1):
+    """Yield the sequences of each step, without a worker: those of each stream as arrays, rank after rank."""
+    texts, _ = lm_data(args, tokenizer, script)
+    ranks = [script.Steps(args, world_of(rank, size), texts, tokenizer, None) for rank in range(size)]
+    for of_ranks in zip(*ranks, strict=True):
+        streams = []
+        for sequences, _ in of_ranks:
+            for first in range(0, len(sequences["labels"]), ranks[0].num_sequences):
+                rows = slice(first, first + ranks[0].num_sequences)
+                streams.append({name: tensor[rows].numpy() for name, tensor in sequences.items()})
+        yield streams
 
 
 def lm_loader(args, tokenizer):
     """The steps of one process as tensors, and positions, through the loader and its worker process."""
-    return lm_multinode.steps_on_device(args, world_of(), lm_texts(args)[0], tokenizer, None)
+    return lm_multinode.steps_on_device(args, world_of(), lm_data(args, tokenizer)[0], tokenizer, None)
 
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
@@ -240,23 +243,21 @@ def signal_in_step(script, rank, step, name="SIGKILL", times=1):
     register_optimizer_step_post_hook(after_update)
 
 
-def lose_workers(script, fate):
-    """Before it sends a batch each worker falls silent, or is killed as where memory is full."""
-    fates = {"silent": lambda _: time.sleep(400), "killed": lambda _: os.kill(os.getpid(), signal.SIGKILL)}
-    loader_class = script.DataLoader
-    lost = {"timeout": 3, "collate_fn": fates[fate]}
-    script.DataLoader = lambda *arguments, **options: loader_class(*arguments, **options | lost)
+def lose_workers(script):
+    """Each worker falls silent before it sends a batch, as where /dev/shm is full."""
+    read_for_ever(script, 0)
+    script.common.WORKERS["timeout"] = 3
 
 
 def read_for_ever(script, steps):
     """The LM's workers hand over so many steps, and read on."""
-    iterate = script.Sequences.__iter__
+    iterate = script.Steps.__iter__
 
     def iterate_and_wait(self):
-        yield from itertools.islice(iterate(self), steps * len(self.streams) * self.micro_batch_size)
+        yield from itertools.islice(iterate(self), steps)
         time.sleep(400)
 
-    script.Sequences.__iter__ = iterate_and_wait
+    script.Steps.__iter__ = iterate_and_wait
 
 
 def in_own_session(script):

@@ -90,15 +90,20 @@ def main():
         # With the model it makes the decoder's input, too: from the labels, which the trainer takes away.
         collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(task["model"]), model)
         how = {"data_collator": collator, "compute_loss_func": t5_loss}
-        adamw = {}
+        adamw = {"weight_decay": 0.01, "adam_beta2": 0.999}
         lengths = [length + len(sample["labels"]) for length, sample in zip(lengths, samples, strict=True)]
     else:
         trainer_class, arguments_class = Trainer, TrainingArguments
         model = AutoModelForCausalLM.from_pretrained(task["model"], **loading)
         how = {"data_collator": with_shifted_labels}
-        adamw = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True, **adamw)
+        adamw = {"weight_decay": 0.1, "adam_beta2": 0.95}
     rates = [*task["rates"], 0.0]  # one more is asked for after the last step
+
+    class WithRates(trainer_class):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, rates.__getitem__)
+            return self.lr_scheduler
+
     of_step = task["batch_size"]
     tokens = [sum(lengths[first : first + of_step]) for first in range(0, len(samples), of_step)]
     arguments = arguments_class(
@@ -108,17 +113,18 @@ def main():
         gradient_accumulation_steps=of_step // (task["micro_batch_size"] * size),
         max_steps=len(tokens),
         max_grad_norm=1.0,
+        learning_rate=1.0,
         train_sampling_strategy="sequential",
         logging_steps=task["log_every"],
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **adamw,
     )
-    trainer = trainer_class(
+    trainer = WithRates(
         model,
         arguments,
         train_dataset=samples,
-        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)),
         callbacks=[Metrics(options.output_dir / "metrics.jsonl", tokens)],
         **how,
     )

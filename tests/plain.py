@@ -16,9 +16,11 @@ from inside import lm_held_out, lm_steps, parse
 
 
 def adamw(model, weight_decay):
-    """As the LM script has it: all that is trained decays."""
+    """As the LM script has it: matrices decay, norms and biases do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=weight_decay)
+    others = {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0}
+    matrices = {"params": [parameter for parameter in trained if parameter.ndim >= 2]}
+    return torch.optim.AdamW([matrices, others], betas=(0.9, 0.95), weight_decay=weight_decay)
 
 
 def cross_entropy(model, batch):
@@ -80,8 +82,8 @@ def lm_validation_loss(folder, *flags, **loading):
 
 def lm_batches(args, tokenizer, **script):
     """Yield the sequences of each step, of all processes, as one batch."""
-    for micro_batches in lm_steps(args, tokenizer, **script):
-        yield {name: np.concatenate([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
+    for streams in lm_steps(args, tokenizer, **script):
+        yield {name: np.concatenate([batch[name] for batch in streams]) for name in streams[0]}
 
 
 def lm_samples(args, tokenizer, count):
