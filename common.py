@@ -53,18 +53,16 @@ class HelpFormatter(
     """Print a script's header as written, and the default of every flag."""
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        fail(message, code=2)  # prints it once, although every process parses the flags
-
-
 def make_parser(header: str) -> argparse.ArgumentParser:
-    return Parser(
+    """argparse with a script's header as its help."""
+    parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
         description=header,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
+    parser.error = lambda message: fail(message, code=2)  # once, not from every process
+    return parser
 
 
 def at_least(minimum: int, kind=int):
@@ -524,7 +522,7 @@ def load_tokenizer(name: str | Path):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except ValueError as error:  # asks for packages when files are missing
+    except ValueError as error:  # asks for packages if files are missing
         raise UserError(f"{name} has no tokenizer to read: {error}") from error
     # Without files, transformers makes one that knows only special tokens (T5: and a space).
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
@@ -594,8 +592,8 @@ def export(model, meta_model, tokenizer, folder: Path, world):
         meta_model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
 
-        for pattern in ("model*.safetensors*", "adapter_*"):  # of the old model
-            for file in folder.glob(pattern):
+        for pattern in ("model[-.]*safetensors*", "adapter_model.*", "adapter_config.json"):
+            for file in folder.glob(pattern):  # of the old model
                 file.unlink()
         # Weights last: without them, a folder that is not complete loads as no model.
         ignore = shutil.ignore_patterns("*.safetensors")
@@ -715,6 +713,7 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
                 source["sep"] = max(",;\t", key=header.count)
                 # Keep texts as they are written: 007 is not 7, and NA is not a missing value.
                 source["converters"] = dict.fromkeys(range(1000), str)
+                source["keep_default_na"] = False
                 # A row with more fields than the header is an error, unless all of them just end
                 # with a delimiter.
                 source["index_col"] = False
@@ -728,9 +727,7 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         kind = rows.features.get(column)
         kind = getattr(kind, "feature", kind)  # a list may hold the sentences
         if kind not in (datasets.Value("string"), datasets.Value("large_string")):
-            raise UserError(
-                f"--dataset {name}: {column} holds no texts, but {kind}: {rows.features}"
-            )
+            raise UserError(f"--dataset {name} has no texts in column {column}: {rows.features}")
     if set(rows.column_names) == {"title", "text", "headline"}:  # WikiHow's
         columns.append("title")
     articles = rows.map(clean, input_columns=columns, remove_columns=rows.column_names)

@@ -163,12 +163,13 @@ def mesh_shape(args, world) -> tuple[int, int]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, which become units: the modules that transformers never splits over devices. If
-    they are nested, as in Zamba, the outer ones."""
+    """The layers, which become units: the modules that transformers never splits over devices. In
+    Zamba some are nested, and in BERT one holds the embedding. Both are left out."""
     names = model._no_split_modules or ()
+    embedding = model.get_input_embeddings()
     layers = [module for module in model.modules() if type(module).__name__ in names]
     inner = {module for layer in layers for module in layer.children()}
-    return [layer for layer in layers if layer not in inner]
+    return [layer for layer in layers if layer not in inner and embedding not in layer.modules()]
 
 
 def embedding_and_head(model: nn.Module) -> list[nn.Module]:
@@ -441,13 +442,13 @@ def is_held_out(text: str) -> bool:
 
 def first_texts(args, texts: Texts) -> tuple[list[str], list[str]]:
     """Return 2,000 texts to train on, and --num-validation-texts held-out ones, if there are so
-    many. They come from up to ten files in turn, because files often differ in kind."""
-    paths = random.Random(args.seed).sample(texts.paths, min(10, len(texts.paths)))
+    many. They come from ten files in turn, because files often differ in kind."""
+    paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))
     to_train = []
     held_out = []
-    files_in_turn = itertools.zip_longest(*(texts.open([path]) for path in paths))
-    for row in itertools.chain.from_iterable(files_in_turn):
-        if row is None:  # this file has no more
+    readers = [texts.open(paths[first::10]) for first in range(min(10, len(paths)))]
+    for row in itertools.chain.from_iterable(itertools.zip_longest(*readers)):
+        if row is None:  # this reader has no more
             continue
         text = row[texts.column]
         side = held_out if is_held_out(text) else to_train
@@ -541,22 +542,27 @@ class Steps(IterableDataset):
                 " run began with"
             )
         self.num_sequences = args.global_batch_size // num_streams  # of a stream in a step
-        self.streams = []
-        for number in range(world.rank, num_streams, world.size):
-            stream = make_stream(args, texts, tokenizer, number, num_streams)
-            if positions:
-                stream.load_state_dict(positions[number])
-            self.streams.append(stream)
+        self.streams_of_rank = range(world.rank, num_streams, world.size)
+        self.positions = positions
+        self.make_stream = functools.partial(
+            make_stream, args, texts, tokenizer, num_streams=num_streams
+        )
 
     def __iter__(self):
-        iterators = [iter(stream) for stream in self.streams]
+        streams = []
+        for number in self.streams_of_rank:
+            stream = self.make_stream(number)
+            if self.positions:
+                stream.load_state_dict(self.positions[number])
+            streams.append(stream)
+        iterators = [iter(stream) for stream in streams]
         while True:
             sequences = []
             for iterator in iterators:
                 sequences += itertools.islice(iterator, self.num_sequences)
             if len(sequences) < self.num_sequences * len(iterators):
                 return  # a stream has no texts
-            yield default_collate(sequences), [stream.state_dict() for stream in self.streams]
+            yield default_collate(sequences), [stream.state_dict() for stream in streams]
 
 
 def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] | None):
@@ -620,20 +626,6 @@ def validate(args, world, model, sequences: dict, log, step: int):
 
 # ---- Which strategy is fastest here? ------------------------------------------------------------
 
-# Dense bf16 TFLOP/s by device name. If several entries match, the last one counts.
-PEAK_TFLOPS = {
-    "A100": 312,
-    "L40S": 362,
-    "MI300X": 1307,
-    "H100": 989,
-    "H100 NVL": 835,
-    "H100 PCIe": 756,
-    "H200": 989,
-    "H200 NVL": 835,
-    "B200": 2250,
-    "GB200": 2500,
-}
-
 
 def mfu_per_token_per_second(args, world, meta_model) -> float:
     """MFU (Model FLOPs Utilization) divided by tokens/s: the FLOPs of a token over the peak FLOP/s
@@ -642,13 +634,7 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     As in appendix B of PaLM (arXiv:2204.02311), backward costs twice as much as forward. PyTorch
     counts the FLOPs of forward on shapes; experts count if a token uses them.
     """
-    peak_tflops = args.peak_tflops
-    if peak_tflops == 0 and world.device.type == "cuda":
-        device_name = torch.cuda.get_device_name()
-        for name, tflops in PEAK_TFLOPS.items():
-            if re.search(rf"\b{name}\b", device_name):  # whole words: A100 is not in "RTX A1000"
-                peak_tflops = tflops
-    if peak_tflops == 0:
+    if args.peak_tflops == 0:
         return 0.0
 
     model = copy.deepcopy(meta_model)
@@ -660,7 +646,7 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     except RuntimeError:  # a few models read values, which meta tensors lack
         return 0.0
     flops_per_token = 3 * counter.get_total_flops() / args.seq_length
-    return flops_per_token / (peak_tflops * 1e12 * world.size)
+    return flops_per_token / (args.peak_tflops * 1e12 * world.size)
 
 
 def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed: float):
@@ -763,7 +749,7 @@ def parse_args():
     common.add_checkpoint_flags(group)
     add = group.add_argument
     add("--compare-strategies", **switch, help="time each strategy, and end")
-    add("--peak-tflops", default=0.0, type=number, help="of a device, for MFU; 0: of known GPUs")
+    add("--peak-tflops", default=0.0, type=number, help="of a GPU in bf16 (H100: 989); prints MFU")
     add("--validate-every", default=50, type=at_least_0, help="steps between validations; 0: never")
 
     args = parser.parse_args()
@@ -888,7 +874,7 @@ def main(args, world):
     saved = "not saved"
     if args.save_model:
         common.export(model, meta_model, tokenizer, model_folder, world)
-        saved = f"{model_folder}, in place of any before it"
+        saved = f"{model_folder} (any earlier one is replaced)"
     log.print(f"metrics  {log.path}, run {log.run}")
     log.print(f"model    {saved}")
 

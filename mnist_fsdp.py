@@ -365,8 +365,9 @@ def compare_both_halves(args):
     start = time.perf_counter()
     # Large pages: in a virtual machine, memory that was returned is slow to get again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    local = [*sys.argv, "--num-processes", "1", "--mode", "local"]  # of two flags the last counts
-    local_half = subprocess.run([sys.executable, *local])
+    # Of flags that come twice, the last one counts.
+    local = ["--mode", "local", "--num-processes", "1"]
+    local_half = subprocess.run([sys.executable, *sys.argv, *local])
     if local_half.returncode != 0:
         sys.exit(local_half.returncode)
     args.mode = "fsdp"

@@ -525,7 +525,7 @@ def parse_args():
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=at_least_1, help="passes over the articles")
-    add("--max-steps", default=0, type=at_least_0, help="in place of --epochs; 0: by --epochs")
+    add("--max-steps", default=0, type=at_least_0, help="instead of --epochs; 0: by --epochs")
     add(
         "--global-batch-size",
         default=0,
@@ -658,7 +658,7 @@ def main(args, world):
                 if args.save_model and (val_loss < best_loss or not args.run_validation):
                     best_loss = val_loss
                     common.export(model, meta_model, tokenizer, best_folder, world)
-                    log.print(f"saved    the model to {best_folder}, in place of any before it")
+                    log.print(f"saved    the model to {best_folder} (any earlier one is replaced)")
             if save_now:
                 progress = {"step": step, "checksum": checksum, "best_loss": best_loss}
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)

@@ -37,7 +37,7 @@ VERSIONS = (1, 2)  # of FSDP
 SAVE_ON_CPU = VERSIONS if torch.__version__ >= (2, 14) else (2,)  # those that save a whole model there
 # Flags of small runs of the LM. Of a flag that comes twice the second counts.
 SMALL = (
-    *("--seq-length", 32, "--global-batch-size", 12, "--micro-batch-size", 1, "--num-validation-texts", 3),
+    *("--seq-length", 32, "--global-batch-size", 16, "--micro-batch-size", 2, "--num-validation-texts", 3),
     *("--warmup-steps", 2, "--log-every", 1, "--precision", "fp32"),
 )
 CLOSE = {"abs": 1e-5}  # for losses of equal weights that are computed in another way; on a loss of about 1 to 8
@@ -100,6 +100,7 @@ def run_many(
             command += [script, *settings[0]]
         else:
             command += [ROOT / "tests" / "forked.py", script, json.dumps(settings), json.dumps(change)]
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each setting has a store of its own
         finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     if check:
         output = f"{finished.stdout[-2000:]}\n{finished.stderr[-9000:]}"
@@ -198,7 +199,7 @@ def write_csv(path, rows):
     return path
 
 
-def write_mnist(folder, num_train=192, num_test=100):
+def write_mnist(folder, num_train=90, num_test=100):
     """Write the built-in digits as torchvision keeps MNIST's files below `folder`."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -213,7 +214,7 @@ def write_mnist(folder, num_train=192, num_test=100):
 
 @pytest.fixture(scope="session")
 def small_mnist(tmp_path_factory):
-    """192 training and 100 test images: the latter cannot be divided among 3 processes."""
+    """90 training and 100 test images: 4 and 3 processes cannot divide them."""
     return write_mnist(tmp_path_factory.mktemp("mnist"))
 
 

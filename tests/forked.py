@@ -60,7 +60,7 @@ def run_settings(script, settings, change):
     port = int(os.environ.get("MASTER_PORT", 0))
     for number, arguments in enumerate(settings):
         if port:
-            os.environ["MASTER_PORT"] = str(port + 2 * number)  # of a high port the script takes half
+            os.environ["MASTER_PORT"] = str(port + number)
         sys.argv = [script, *arguments]
         if change:
             inside = importlib.import_module("inside")
@@ -71,7 +71,7 @@ def run_settings(script, settings, change):
 
 def claim_ports(count):
     """A socket on the first of so many free ports, which other launches leave alone while it is open. No system hands
-    these ports out by itself, and no script halves a higher one to get one of them."""
+    these ports out by itself."""
     for first in FIRST_PORTS:
         sockets = [socket.socket() for _ in range(count)]
         try:
@@ -91,8 +91,7 @@ def launch(script, settings, processes, environment, timeout, change=(), per_nod
     environments = [environment]
     if processes:
         per_node = per_node or processes
-        # Each setting has a port of its own, and the script takes the next but one.
-        claim = claim_ports(2 * len(settings) + 2)
+        claim = claim_ports(len(settings) + 1)  # each setting has a port of its own
         shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": claim.getsockname()[1] + 1}
         shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
         environments = []

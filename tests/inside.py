@@ -90,6 +90,7 @@ draw_digits = mnist_fsdp.draw_digits
 
 # ---- t5_fsdp.py ------------------------------------------------------------------------------------------------------
 T5_STRATEGIES = tuple(t5_fsdp.RESHARD)
+t5_tokenize = t5_fsdp.tokenize
 
 
 def t5_articles(path, text="text", summary="headline"):
@@ -107,6 +108,7 @@ def rouge(reference, summary):
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
 LM_STRATEGIES = tuple(lm_multinode.RESHARD)
 LM_MODELS = tuple(lm_multinode.MODELS)
+lm_is_held_out = lm_multinode.is_held_out
 
 
 def lm_shape(name, vocabulary):
@@ -141,6 +143,17 @@ def lm_all_texts(args):
     return sorted(row[texts.column] for row in texts.open(texts.paths))
 
 
+def lm_first_texts(args):
+    """Those that a tokenizer learns from, and those that are validated on."""
+    return lm_multinode.first_texts(args, lm_multinode.Texts(args))
+
+
+def lm_stream(args, tokenizer, number, num_streams):
+    """A function that opens a stream of sequences, which has `state_dict` and `load_state_dict`."""
+    texts, _ = lm_data(args, tokenizer)
+    return functools.partial(lm_multinode.make_stream, args, texts, tokenizer, number, num_streams)
+
+
 def lm_held_out(args, tokenizer, script=lm_multinode):
     """The held-out texts in full sequences: arrays of all input_ids, all labels."""
     _, validation_set = lm_data(args, tokenizer, script)
@@ -172,18 +185,6 @@ def lm_loader(args, tokenizer):
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
 lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
-
-
-def lm_peak_tflops(device_name):
-    """What the script takes for the peak of a GPU; 0 if it does not know it."""
-    model = lm_shape("tiny", vocabulary=1000)
-    world = world_of()._replace(device=torch.device("cuda"))
-    shares = []
-    for flags in (("--peak-tflops", 1), ()):
-        with mock.patch.object(torch.cuda, "get_device_name", return_value=device_name):
-            shares.append(lm_mfu_per_token_per_second(parse("lm_multinode.py", *flags), world, model))
-    of_one, share = shares
-    return round(of_one / share) if share else 0
 
 
 def set_up(args):

@@ -100,6 +100,11 @@ def main():
     rates = [*task["rates"], 0.0]  # one more is asked for after the last step
 
     class WithRates(trainer_class):
+        def get_decay_parameter_names(self, model):
+            if model.config.is_encoder_decoder:  # in t5_fsdp.py, as in its tutorial, norms decay, too
+                return [name for name, _ in model.named_parameters()]
+            return super().get_decay_parameter_names(model)
+
         def create_scheduler(self, num_training_steps, optimizer=None):
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, rates.__getitem__)
             return self.lr_scheduler

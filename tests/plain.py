@@ -65,9 +65,9 @@ def lm_rate(args, step):
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - args.warmup_steps) / max(1, rest))))
 
 
-def train_lm(model, tokenizer, args, loss_of=cross_entropy, **script):
+def train_lm(model, tokenizer, args, loss_of=cross_entropy, size=1, **script):
     """As `train_and_validate`."""
-    batches = itertools.islice(lm_batches(args, tokenizer, **script), args.max_steps)
+    batches = itertools.islice(lm_batches(args, tokenizer, size=size, **script), args.max_steps)
     held_out = lm_held_out(args, tokenizer, **script)
     rate = functools.partial(lm_rate, args)
     return train_and_validate(model, adamw(model, args.weight_decay), batches, held_out, loss_of, rate)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Generation
 pytestmark = pytest.mark.long
 
 T5 = (
-    *("--num-train-samples", 16, "--batch-size", 4, "--epochs", 1, "--no-save-model", "--precision", "fp32"),
+    *("--num-train-samples", 16, "--global-batch-size", 8, "--epochs", 1, "--no-save-model", "--precision", "fp32"),
     *("--num-validation-samples", 2, "--max-target-length", 2),
 )
 LM = (*SMALL, "--micro-batch-size", 2, "--no-save-model")
@@ -45,6 +45,7 @@ def test_units_bytes_and_order_of_a_step_of_t5(version, tiny_model, articles_csv
     ways = {
         "fp32": ("--print-model",),
         "bf16": ("--precision", "bf16"),
+        "bf16-reduce": ("--precision", "bf16-reduce"),
         "grad-bf16": ("--precision", "grad-bf16"),
         "zero2": ("--sharding-strategy", "SHARD_GRAD_OP"),
         "recomputing": RECOMPUTING,
@@ -60,7 +61,8 @@ def test_units_bytes_and_order_of_a_step_of_t5(version, tiny_model, articles_csv
     whole = model.num_parameters()
     blocks = sum(p.numel() for part in (model.encoder, model.decoder) for p in part.block.parameters())
     # All parameters are gathered, those of the blocks again in backward, and all gradients are reduced.
-    for name, of_parameter, of_gradient in (("fp32", 4, 4), ("bf16", 2, 2), ("grad-bf16", 4, 2)):
+    bytes_sent = {"fp32": (4, 4), "bf16": (2, 4), "bf16-reduce": (2, 2), "grad-bf16": (4, 2)}
+    for name, (of_parameter, of_gradient) in bytes_sent.items():
         sent = second_step(tmp_path / name)
         parts = {"allgather": 2, "allgather_base": 1}  # FSDP1 gathers two tensors, FSDP2 one
         gathered = sum(parts[kind] * size for kind, size in sent if kind in parts)
@@ -81,7 +83,7 @@ def test_a_models_own_settings_of_generation_are_kept_but_summaries_are_greedy(t
     beams = make_model(tmp_path / "beams", initializer_factor=5.0)
     GenerationConfig.from_pretrained(plain, num_beams=4).save_pretrained(beams)
 
-    flags = (*T5, "--dataset", articles_csv, "--batch-size", 8, "--max-target-length", 12)
+    flags = (*T5, "--dataset", articles_csv, "--max-target-length", 12)
     settings = {tmp_path / "output": (*flags, "--model", plain)}
     for version in SAVE_ON_CPU:
         settings[tmp_path / str(version)] = (*flags, "--model", beams, "--fsdp-version", version, "--save-model")
@@ -95,6 +97,15 @@ def test_a_models_own_settings_of_generation_are_kept_but_summaries_are_greedy(t
 
 
 # ---- The LM ----------------------------------------------------------------------------------------------------------
+def test_the_lm_computes_its_layers_again_when_told_to(tiny_llama, tmp_path):
+    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 4, "--max-steps", 2)
+    settings = {tmp_path / "plain": flags, tmp_path / "recomputing": (*flags, *RECOMPUTING)}
+    run_many("lm_multinode.py", settings, 1, change=("record_collectives",))
+    plain, recomputing = (second_step(folder).count(("compute", 0)) for folder in settings)
+    # Of two layers in two micro-batches; the last of their seven products is not needed again.
+    assert recomputing - plain == 2 * 2 * 6
+
+
 def test_the_embedding_alone_is_gathered_before_and_reduced_after_all_computing(tiny_llama, tmp_path):
     """What the layers can overlap with is in other units: the output layer, which is as large."""
     flags = (*LM, "--model", tiny_llama, "--global-batch-size", 4, "--max-steps", 2)
@@ -127,7 +138,7 @@ def test_no_training_step_reads_the_device(script, tiny_model, articles_csv, tmp
     flags = (*LM, "--global-batch-size", 8, "--max-steps", 3)
     ways = {"plain": (), "recomputing": RECOMPUTING, "offloading": ("--cpu-offload",)}
     if script == "t5_fsdp.py":
-        flags = (*T5, "--accumulation-steps", 2, "--num-train-samples", 64, "--max-steps", 3, "--no-run-validation")
+        flags = (*T5, "--micro-batch-size", 2, "--num-train-samples", 64, "--max-steps", 3, "--no-run-validation")
         flags = (*flags, "--log-every", 1, "--model", tiny_model, "--dataset", articles_csv)
         ways |= {"fsdp1": FSDP1, "fsdp1 recomputing": (*FSDP1, *RECOMPUTING)}
     settings = {tmp_path / name: (*flags, *way) for name, way in ways.items()}
@@ -162,11 +173,21 @@ def test_compile_makes_kernels_and_keeps_the_losses(tmp_path):
 
 # ---- MNIST -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_module_of_many_parameters_becomes_a_unit(version, tmp_path):
+def test_a_module_of_many_parameters_becomes_a_unit(version, small_mnist, tmp_path):
     """Counted without those of smaller units in it; what is left is the root. Both versions divide alike."""
     expected = {20_000: ["fc1"], 1000: ["conv2", "fc1", "0"], 100: ["conv1", "conv2", "fc1", "0"]}
-    flags = ("--mode", "fsdp", "--model", "shallow", "--num-train-samples", 16, "--batch-size", 16, "--epochs", 1)
-    flags = (*flags, "--fsdp-version", version, "--print-model", "--output-dir", tmp_path, "--min-num-params")
+    flags = ("--mode", "fsdp", "--model", "shallow", "--dataset", "mnist", "--data-dir", small_mnist, "--epochs", 1)
+    flags = (
+        *flags,
+        "--global-batch-size",
+        16,
+        "--fsdp-version",
+        version,
+        "--print-model",
+        "--output-dir",
+        tmp_path,
+        "--min-num-params",
+    )
     printed = run_many("mnist_fsdp.py", [(*flags, bound) for bound in expected], 2).stdout
     runs = re.split("^run  ", printed, flags=re.M)[1:]
     units = [re.findall(r"\((\w+)\): (?:FSDP|FullyShardedDataParallel)", run) for run in runs]

@@ -144,8 +144,8 @@ def test_mfu_counts_what_a_token_computes(causal):
 
 
 # ---- T5 --------------------------------------------------------------------------------------------------------------
-T5 = ("--num-train-samples", 24, "--num-validation-samples", 0, "--batch-size", 4, "--max-steps", 2, "--lr", 1e-3)
-T5 = (*T5, "--max-target-length", 15, "--log-every", 1, "--precision", "fp32")
+T5 = ("--num-train-samples", 24, "--num-validation-samples", 0, "--global-batch-size", 8, "--max-steps", 2)
+T5 = (*T5, "--micro-batch-size", 4, "--max-target-length", 15, "--log-every", 1, "--precision", "fp32")
 
 
 def load_and_validate(folder, articles_csv):
@@ -171,7 +171,7 @@ def test_any_t5_trains_and_keeps_its_output_layer(articles_csv, tmp_path):
     ByT5Tokenizer().save_pretrained(models["byt5"])
 
     for processes in (1, 2):
-        shared = (*T5, "--dataset", articles_csv, "--batch-size", 8 // processes)
+        shared = (*T5, "--dataset", articles_csv)
         settings = {}
         for name, version in itertools.product(models, VERSIONS):
             folder = tmp_path / f"{name}-{version}-{processes}"

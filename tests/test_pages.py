@@ -20,13 +20,15 @@ NOT_HERE = {"T5_training.py", "first_chat.py"}  # the tutorial's; one that a pag
 
 RECIPES = {"DILOCO", "fp16"}  # values of flags that recipes add
 REST = r"[^`#;&|<>\n]*"  # of a command
-COMMAND = re.compile(rf"\b(python3?|torchrun(?: {REST}?)?) ([\w/]+\.py)\b({REST})")
+COMMAND = re.compile(rf"((?:\b[A-Z_]+=\S+ )*)(?:srun )?\b(python3?|torchrun(?: {REST}?)?) ([\w/]+\.py)\b({REST})")
 PER_NODE = 8  # GPUs, on which `python SCRIPT.py` starts as many processes
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # for each rendezvous
 
 
 class Command(NamedTuple):
     page: str
     printed: str
+    environment: list[str]  # what stands before it
     launcher: str  # with torchrun's options
     file: str
     flags: tuple[str, ...]
@@ -48,17 +50,23 @@ def commands_of(page):
     found = []
     above = {}
     for match in COMMAND.finditer(text_of(page)):
-        launcher, file, flags = match.groups()
+        environment, launcher, file, flags = match.groups()
         flags = shlex.split(flags)
         key = (launcher.split()[0], file)
         if "..." in flags:
             flags = [*above.get(key, []), *(flag for flag in flags if flag != "...")]
         above[key] = flags
-        found.append(Command(page, match[0], launcher, file, tuple(flags)))
+        found.append(Command(page, match[0], environment.split(), launcher, file, tuple(flags)))
     return found
 
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
+
+
+def launch_of(command):
+    """torchrun's options, and the number of nodes."""
+    options = get_args_parser().parse_args([*shlex.split(command.launcher)[1:], command.file])
+    return options, int(options.nnodes.split(":")[-1])
 
 
 def processes_of(command):
@@ -67,24 +75,36 @@ def processes_of(command):
     count = int(values.get("--num-processes", PER_NODE))
     if not command.launcher.startswith("torchrun"):
         return count, count
-    parsed = get_args_parser().parse_args([*shlex.split(command.launcher)[1:], command.file])
-    per_node = int(parsed.nproc_per_node)
-    return int(parsed.nnodes.split(":")[-1]) * per_node, per_node
+    options, nodes = launch_of(command)
+    per_node = int(options.nproc_per_node)
+    return nodes * per_node, per_node
 
 
 def test_every_command_is_accepted_and_its_numbers_fit():
-    """By torchrun and by the script; on nodes of 8 GPUs where no number is printed. Only the LM's depend on them."""
+    """By torchrun and by the script; on nodes of 8 GPUs where no number is printed."""
     for command in COMMANDS:
         size, per_node = processes_of(command)
         if not RECIPES.isdisjoint(command.flags):
             continue
         if command.file in SCRIPTS:
             args = parse(command.file, *command.flags)
+            assert args.global_batch_size % size == 0, command.printed
         if command.file == "lm_multinode.py":
             assert "/" in args.model or args.model in LM_MODELS, command.printed
             replicas, shards = lm_mesh_shape(args, size, per_node)
             assert replicas * shards == size, command.printed
-            assert args.global_batch_size % (args.micro_batch_size * size) == 0, command.printed
+
+
+def test_what_torchrun_restarts_resumes():
+    """On several nodes its store would still have the addresses of dead processes, but for a switch that only this kind
+    of rendezvous knows."""
+    restarted = [command for command in COMMANDS if "--max-restarts" in command.launcher]
+    assert restarted
+    for command in restarted:
+        assert "--resume" in command.flags, command.printed
+        options, nodes = launch_of(command)
+        if nodes > 1:
+            assert OWN_STORE in command.environment and options.rdzv_backend == "c10d", command.printed
 
 
 def test_no_command_is_overlooked():

@@ -31,10 +31,10 @@ LM_STEPS = 6
 LM = (*SMALL, "--max-steps", LM_STEPS, "--validate-every", 3, "--checkpoint-every", 2, "--num-validation-texts", 20)
 DILOCO = ("--sharding-strategy", "DILOCO", "--local-steps", 3)
 
-# 64 articles in batches of 2 x 8 are 4 steps an epoch: a checkpoint in each, and one at the end of each.
+# 64 articles in batches of 16 are 4 steps an epoch: a checkpoint in each, and one at the end of each.
 T5_STEPS = 8
 T5 = (
-    *("--num-train-samples", 64, "--batch-size", 8, "--epochs", 2, "--log-every", 1, "--checkpoint-every", 3),
+    *("--num-train-samples", 64, "--global-batch-size", 16, "--epochs", 2, "--log-every", 1, "--checkpoint-every", 3),
     *("--max-target-length", 15, "--sharding-strategy", "SHARD_GRAD_OP"),  # no article has a longer summary
     *("--precision", "fp32"),
 )
@@ -125,14 +125,13 @@ def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
     assert finished_checkpoints(tmp_path) == [4, 6]  # the newest two
 
 
-@pytest.mark.parametrize("script, step", [("lm_multinode.py", 3), ("t5_fsdp.py", 5)])
+@pytest.mark.parametrize("script, step", [("lm_multinode.py", 4), ("t5_fsdp.py", 5)])
 def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, lm_whole, t5, t5_whole, tmp_path):
     flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_whole)
     flags = (*flags, "--checkpoint-every", 0, "--no-save-model", "--output-dir", tmp_path)
     finished = launch(script, *flags, change=("signal_in_step", 1, step, "SIGTERM"))
     assert "--resume" in finished.stdout
-    [saved] = finished_checkpoints(tmp_path)
-    assert step <= saved < max(losses(whole))
+    assert finished_checkpoints(tmp_path) == [step]
 
     launch(script, *flags, "--resume")
     assert curve(tmp_path, "loss") == curve(whole, "loss")  # no step was made twice
@@ -160,24 +159,43 @@ def test_replicas_of_diloco_resume_between_synchronizations(lm, tmp_path):
         refuse(script, *flags, *change, words=[word], processes=4, per_node=2)
 
 
-@pytest.mark.parametrize("processes", [4, *(pytest.param(number, marks=pytest.mark.long) for number in (1, 3))])
+@pytest.mark.parametrize("processes", [4, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_another_number_of_processes_goes_on_with_the_same_losses(
+def test_another_number_of_processes_continues_with_the_same_losses(
     script, processes, lm, lm_whole, tiny_model, articles_csv, tmp_path
 ):
-    """Saved by two; T5 in the middle of an epoch. Its global batch stays 12."""
+    """Saved by two, and without any flag: also with a smaller micro-batch. T5 in the middle of an epoch."""
     whole, step, flags = lm_whole, 4, lm
     if script == "t5_fsdp.py":
         whole, step = tmp_path / "whole", 6
-        flags = ("--model", tiny_model, "--dataset", articles_csv, *T5, "--num-train-samples", 48)
-        launch(script, *flags, "--batch-size", 6, "--no-save-model", "--output-dir", whole)
-        flags = (*flags, "--batch-size", 12 // processes)
+        flags = ("--model", tiny_model, "--dataset", articles_csv, *T5)
+        launch(script, *flags, "--no-save-model", "--output-dir", whole)
     other = tmp_path / "other"
     shutil.copytree(checkpoint(whole, step), checkpoint(other, step))
-    launch(script, *flags, "--resume", "--no-save-model", "--output-dir", other, processes=processes)
+    flags = (*flags, "--resume", "--no-save-model", "--output-dir", other)
+    launch(script, *flags, "--micro-batch-size", 3, processes=processes)
     assert min(losses(other)) == step + 1
     expected = results(whole, since=step)
     assert results(other) == {key: pytest.approx(value, **AFTER_ADAM) for key, value in expected.items()}
+
+
+@pytest.mark.long
+def test_processes_that_do_not_divide_the_streams_are_refused(lm, tmp_path):
+    """A batch of 24 has eight streams on two processes."""
+    flags = (*lm, "--global-batch-size", 24, "--output-dir", tmp_path)
+    launch("lm_multinode.py", *flags, "--no-save-model")
+    flags = (*flags, "--resume", "--max-steps", LM_STEPS + 1)
+    refuse("lm_multinode.py", *flags, words=["3 processes", "8 streams"], processes=3)
+
+
+@pytest.mark.long
+def test_a_finished_run_is_made_longer(lm, lm_whole, tmp_path):
+    """With other rates, precision and strategy: the first steps stay, the others are trained."""
+    shutil.copytree(checkpoint(lm_whole, LM_STEPS), checkpoint(tmp_path, LM_STEPS))
+    flags = (*lm, "--resume", "--max-steps", 9, "--lr", 1e-4, "--warmup-steps", 0, "--precision", "bf16")
+    launch("lm_multinode.py", *flags, "--sharding-strategy", "NO_SHARD", "--output-dir", tmp_path)
+    rates = curve(tmp_path, "lr")
+    assert list(losses(tmp_path)) == [7, 8, 9] and 1e-4 > rates[0] > rates[1] > rates[2] == pytest.approx(1e-5)
 
 
 def test_t5_resumes_with_dropout_in_the_second_epoch(t5, tmp_path):
@@ -202,10 +220,8 @@ def test_the_best_model_stays_the_best_after_a_resume(t5, tmp_path):
 
 
 def test_what_is_not_step_and_digits_is_no_checkpoint(t5, t5_whole, tmp_path):
-    """It stays, and nothing is resumed from it. Steps of eight digits come after those of seven."""
-    start = shutil.copytree(checkpoint(t5_whole, T5_STEPS), checkpoint(tmp_path, 9_999_998))
-    file = start / "progress.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 9_999_998}))
+    """It stays, and nothing is resumed from it."""
+    start = shutil.copytree(checkpoint(t5_whole, T5_STEPS), checkpoint(tmp_path, T5_STEPS))
     kept = ("best", "step-9999999-best", "step-")
     for name in kept:
         (start.parent / name).mkdir()
@@ -215,13 +231,13 @@ def test_what_is_not_step_and_digits_is_no_checkpoint(t5, t5_whole, tmp_path):
 
     flags = (*t5, "--checkpoint-every", 1, "--no-run-validation", "--no-save-model", "--resume")
     flags = (*flags, "--output-dir", tmp_path, "--max-steps")
-    run_many("t5_fsdp.py", [(*flags, 10_000_000), (*flags, 10_000_001)], 2)
-    assert list(losses(tmp_path)) == [9_999_999, 10_000_000, 10_000_001]
+    run_many("t5_fsdp.py", [(*flags, 9), (*flags, 10)], 2)
+    assert list(losses(tmp_path)) == [9, 10]
     names = {path.name for path in start.parent.iterdir()}
-    assert names == {*kept, "notes.txt", "step-10000000", "step-10000001"}
+    assert names == {*kept, "notes.txt", "step-0000009", "step-0000010"}
 
 
-@pytest.mark.parametrize("number, only_gradient", [(13, False), (19, True)])
+@pytest.mark.parametrize("number, only_gradient", [(9, False), (13, True)])
 def test_a_loss_or_gradient_that_is_not_finite_stops_all_and_is_not_saved(number, only_gradient, lm, tmp_path):
     """In the first micro-batch of step 3, or of step 4, whose own loss is finite; the save of step 4 finds it."""
     flags = (*lm, "--log-every", 10, "--output-dir", tmp_path)
@@ -255,8 +271,8 @@ def test_ctrl_c_saves_and_ends_with_code_130(lm, tmp_path):
     assert max(losses(tmp_path)) == saved
 
 
-def test_rows_may_be_reordered_but_not_added(t5, tmp_path):
-    """Some have the same text, and some nothing but another place."""
+def test_rows_may_be_reordered_but_not_changed(t5, tmp_path):
+    """Some have the same text, and some are equal."""
     dataset = tmp_path / "articles.csv"
     rows = [builtin_article(number // 3) | {"headline": f"Peel {number % 2}."} for number in range(200)]
     write_csv(dataset, rows)
@@ -267,26 +283,24 @@ def test_rows_may_be_reordered_but_not_added(t5, tmp_path):
     launch("t5_fsdp.py", *flags, tmp_path / "again")
     assert results(tmp_path / "again") == results(tmp_path / "whole", since=6)
 
-    write_csv(dataset, [*rows, builtin_article(300)])
-    refuse("t5_fsdp.py", *flags, tmp_path / "again", words=["200", "201", "--dataset"], processes=2)
+    rows[7] = rows[7] | {"headline": "Fry 1."}
+    write_csv(dataset, rows)
+    refuse("t5_fsdp.py", *flags, tmp_path / "again", words=["--dataset has changed"], processes=2)
 
 
-def test_a_run_keeps_the_tokenizer_that_it_trained(tmp_path):
-    """Its articles may have changed since."""
-    data = tmp_path / "rows.csv"
-    flags = ("--dataset", data, "--no-run-validation", "--max-source-length", 16, "--checkpoint-every", 1)
-    for word, steps in {"knead": 1, "simmer": 2}.items():
-        write_csv(data, [{"text": f"{number} {word} " * 9, "headline": f"{word} {number}"} for number in range(60)])
-        run_many("t5_fsdp.py", {tmp_path / "out": (*flags, "--resume", "--max-steps", steps)}, 1)
-    saved = [path.read_bytes() for path in (tmp_path / "out").rglob("tokenizer.json")]
-    assert len(saved) == 3 and len(set(saved)) == 1
-
-
-@pytest.mark.long
-def test_steps_of_another_size_are_refused(t5, t5_whole):
-    flags = (*t5, "--resume", "--output-dir", t5_whole)
-    words = ["16 articles", "32", "--batch-size", "--accumulation-steps"]
-    refuse("t5_fsdp.py", *flags, "--accumulation-steps", 2, words=words, processes=2)
+@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
+def test_a_run_keeps_the_tokenizer_that_it_trained(script, articles_csv, tmp_path):
+    """Another version of the library could train another one. Here the one of the checkpoint is marked."""
+    flags = ("--dataset", articles_csv, "--no-run-validation", "--max-source-length", 16)
+    if script == "lm_multinode.py":
+        flags = ("--validate-every", 0)
+    flags = (*flags, "--checkpoint-every", 1, "--resume", "--output-dir", tmp_path, "--max-steps")
+    run_many(script, [(*flags, 1)], 1)
+    config = checkpoint(tmp_path, 1) / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_max_length": 77}))
+    run_many(script, [(*flags, 2)], 1)
+    [exported] = [*tmp_path.glob("model"), *tmp_path.glob("best")]
+    assert AutoTokenizer.from_pretrained(exported).model_max_length == 77
 
 
 @pytest.mark.long
@@ -307,38 +321,37 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_one_before_resumes(lm, lm_
     assert results(tmp_path) == results(lm_whole, since=4)
 
 
-# With another value of one of these flags a run does not go on.
+# With another value of one of these flags a run does not continue.
 MATCHED = {
-    "lm_multinode.py": "model dataset text_column tokenizer seq_length global_batch_size micro_batch_size lr"
-    " warmup_steps weight_decay max_steps seed",
-    "t5_fsdp.py": "model dataset text_column summary_column max_summary_share num_train_samples gamma"
-    " num_validation_samples max_source_length max_target_length seed lr",
+    "lm_multinode.py": "model dataset text_column tokenizer seq_length global_batch_size weight_decay seed",
+    "t5_fsdp.py": "model dataset text_column summary_column max_summary_share num_train_samples"
+    " num_validation_samples max_source_length max_target_length global_batch_size seed",
 }
 
 
 @pytest.mark.parametrize("script", MATCHED)
 def test_flags_that_must_match(script, lm, lm_whole, t5, t5_whole):
     flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_whole)
-    path = checkpoint(whole, finished_checkpoints(whole)[-1])
-    check_settings(script, path, parse(script, *flags))
-    for name in MATCHED[script].split():
-        args = parse(script, *flags)
+    for name in [None, *MATCHED[script].split()]:
+        args = parse(script, *flags, "--resume", "--output-dir", whole)
+        if name is None:
+            check_settings(script, args)
+            continue
         assert hasattr(args, name)
         setattr(args, name, "another value")
         with pytest.raises(UserError, match=f"with --{name.replace('_', '-')} "):
-            check_settings(script, path, args)
+            check_settings(script, args)
 
 
 def test_a_second_model_takes_the_place_of_the_first_and_of_no_other_file(lm, tmp_path):
-    """The run says so. All files have one mode, and the record after one that was cut is whole."""
+    """All files have one mode."""
     model = tmp_path / "model"
     model.mkdir()
-    old = {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"}
-    old |= {"pytorch_model.bin.index.json", "adapter_model.safetensors", "adapter_config.json"}
-    kept = {"README.md", "base_model.safetensors", "model.py", "training_args.bin", "index.json", "adapter_notes.md"}
+    old = {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+    old |= {"adapter_model.safetensors", "adapter_config.json"}
+    kept = {"README.md", "base_model.safetensors", "model_2.safetensors", "model.py", "adapter_notes.md"}
     for name in old | kept:
         (model / name).touch()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n{"step": 8, "lo')
     make_tokenizer(tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     tokenizer.chat_template = {"default": "", "tools": ""}
@@ -346,13 +359,12 @@ def test_a_second_model_takes_the_place_of_the_first_and_of_no_other_file(lm, tm
     tokenizer.save_pretrained(model)  # one template is in a folder
     flags = (*lm, "--tokenizer", tmp_path / "tokenizer", "--max-steps", 1, "--checkpoint-every", 0)
     flags = (*flags, "--output-dir", tmp_path)
-    assert "in place of" in launch("lm_multinode.py", *flags, processes=1).stdout
+    launch("lm_multinode.py", *flags, processes=1)
 
     names = {path.name for path in model.iterdir()}
     assert not names & old and kept < names
     assert len({path.stat().st_mode for path in model.iterdir() if path.is_file()}) == 1
     AutoModelForCausalLM.from_pretrained(model)
-    assert [row["step"] for row in records(tmp_path)] == [7, 0, 1, 1]
 
 
 @pytest.mark.long

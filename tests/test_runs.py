@@ -3,14 +3,13 @@
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 
 import torch
 
 import pytest
-from conftest import CLOSE, ROOT, SMALL, curve, hub, make_llama, make_model, records, run, run_many, started, succeed
+from conftest import CLOSE, ROOT, SMALL, curve, hub, make_llama, make_model, records, run, run_many, succeed
 from plain import lm_validation_loss, t5_samples
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
@@ -35,12 +34,10 @@ def torchrun_command(processes, script, flags):
 # ---- MNIST: both halves ----------------------------------------------------------------------------------------------
 def test_both_halves_of_mnist_stand_side_by_side(tmp_path):
     """`python mnist_fsdp.py` with fewer images in smaller batches: a process holds half of the state."""
-    flags = ("--model", "shallow", "--num-train-samples", 960, "--batch-size", 16, "--epochs", 1, "--lr", 0.003)
+    flags = ("--model", "shallow", "--global-batch-size", 16, "--lr", 0.003)
     flags = (*flags, "--min-num-params", 10_000_000)  # one unit: nothing of it may count as gathered
-    (tmp_path / "metrics.jsonl").write_text('{"network": "deep", "mode": "local"}\n{"netw')  # of a killed run
     finished = succeed("mnist_fsdp.py", *flags, "--save-model", "--output-dir", tmp_path)
-    for processes in (1, 2):
-        assert re.search(torchrun_command(processes, "mnist_fsdp.py", flags), finished.stdout, re.MULTILINE)
+    assert re.search(torchrun_command(2, "mnist_fsdp.py", flags), finished.stdout, re.MULTILINE)
     local, sharded = records(tmp_path, "loss")
     assert (local["mode"], local["processes"]) == ("local", 1)
     assert (sharded["mode"], sharded["processes"]) == ("fsdp", 2)
@@ -56,33 +53,33 @@ def test_both_halves_of_mnist_stand_side_by_side(tmp_path):
 
 
 def test_the_xpu_script_runs_on_a_cpu(small_mnist, tmp_path):
-    """On images of MNIST. A screen that knows ASCII only loses a letter."""
-    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--num-processes", 3, "--batch-size", 16)
+    """On images of MNIST, on a number of processes that does not divide 64."""
+    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--num-processes", 3)
     flags = (*flags, "--epochs", 3, "--lr", 0.1, "--save-model")
-    folder = tmp_path / "Käthe"
-    finished = succeed("mnist_fsdp_xpu.py", *flags, "--output-dir", folder, PYTHONIOENCODING="ascii")
+    finished = succeed("mnist_fsdp_xpu.py", *flags, "--output-dir", tmp_path)
     assert re.search(torchrun_command(3, "mnist_fsdp_xpu.py", flags), finished.stdout, re.MULTILINE)
     assert "3 x cpu" in finished.stdout
     assert "FSDPConv2d(1, 32" in finished.stdout  # a unit for every 100 parameters
     check_width(finished.stdout)
-    rows = records(folder, "loss")
+    rows = records(tmp_path, "loss")
     assert [row["epoch"] for row in rows] == [1, 2, 3]
-    assert curve(folder, "state_gib") == [pytest.approx(16 * 1_199_882 / 3 / 2**30, rel=0.02)]
+    assert curve(tmp_path, "state_gib") == [pytest.approx(16 * 1_199_882 / 3 / 2**30, rel=0.02)]
     [saved] = tmp_path.rglob("*.safetensors")
-    assert saved.stat().st_mode == (folder / "metrics.jsonl").stat().st_mode
+    assert saved.stat().st_mode == (tmp_path / "metrics.jsonl").stat().st_mode
 
 
 @pytest.mark.long
 def test_equal_layers_learn_the_same_on_any_number_of_processes(tmp_path):
-    """By FSDP2 and FSDP1, in ten steps, whatever --epochs says; the peak falls with the state."""
+    """By FSDP2 and FSDP1, in ten steps; the peak falls with the state, also in halves that are started alone."""
     sizes = {"layers": 51_451_274, "deep": 94_104_234, "shallow": 1_199_882}
     with torch.device("meta"):
         for name, size in sizes.items():
             assert sum(parameter.numel() for parameter in inside.NETWORKS[name]().parameters()) == size
 
-    flags = ("--model", "layers", "--epochs", 2, "--output-dir", tmp_path)
-    finished = succeed("mnist_fsdp.py", *flags)  # a real command, whose processes return freed memory
+    flags = ("--model", "layers", "--output-dir", tmp_path)
+    finished = succeed("mnist_fsdp.py", *flags, "--mode", "local")
     assert f"{sizes['layers']:,}" in finished.stdout
+    succeed("mnist_fsdp.py", *flags, processes=2)
     for processes, version in ((1, 2), (4, 1)):
         more = ("--mode", "fsdp", "--fsdp-version", version, "--print-model")
         finished = succeed("mnist_fsdp.py", *flags, *more, processes=processes, fork=True)
@@ -107,7 +104,7 @@ NUM_VALIDATED = 103  # articles, which cannot be divided among 2 processes, nor 
 def trained_t5(tmp_path_factory):
     """The folder after a tenth of the bare command, which says what runs."""
     folder = tmp_path_factory.mktemp("t5")
-    flags = ("--num-train-samples", 800, "--epochs", 1, "--batch-size", 8, "--lr", 3e-3, "--precision", "fp32")
+    flags = ("--num-train-samples", 800, "--epochs", 1, "--global-batch-size", 16, "--lr", 3e-3, "--precision", "fp32")
     flags += ("--num-validation-samples", NUM_VALIDATED, "--max-target-length", 40, "--output-dir", folder)
     printed = succeed("t5_fsdp.py", *flags).stdout
     size = AutoModelForSeq2SeqLM.from_pretrained(folder / "best").num_parameters()
@@ -163,12 +160,6 @@ def test_shapes_have_their_parameters_and_heads():
     for name in inside.LM_MODELS:
         model = inside.lm_shape(name, 32_000)
         assert (model.num_parameters(), model.config.head_dim) == (sizes[name], heads[name])
-
-
-def test_the_peak_is_that_of_the_whole_name_of_a_gpu():
-    peaks = {"NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 NVL": 835, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA GB200": 2500}
-    for name, peak in {**peaks, "NVIDIA RTX A1000 Laptop GPU": 0}.items():
-        assert inside.lm_peak_tflops(name) == peak
 
 
 @pytest.mark.long
@@ -239,14 +230,13 @@ def test_one_process_asks_the_hub(script, tiny_llama, tiny_model, articles_csv, 
     [("mistake", 2, "error: a mistake"), ("killed", 1, "SIGKILL"), ("crash 1", 1, "ZeroDivisionError: a bug")],
 )
 def test_processes_that_python_started_end_together(fate, code, cause, tmp_path):
-    """Long before a collective would give up, with the cause on stderr, once."""
+    """Long before a collective would give up, with the cause on stderr."""
     script = tmp_path / "small.py"
     script.write_text(inside.SMALL_SCRIPT)
     finished = run(script, fate, PYTHONPATH=str(ROOT))
     assert finished.stdout.count("together 2") == 2
     assert finished.returncode == code
     assert finished.stderr.count(cause) == 1
-    assert "by peer" not in finished.stderr  # what the other sees
     assert "elastic" not in finished.stderr  # torchrun's own report
     assert fate != "mistake" or "Traceback" not in finished.stderr
 
@@ -261,28 +251,3 @@ def test_a_printed_command_can_be_pasted(tmp_path):
     command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
     again = subprocess.run(command, shell=True, capture_output=True, text=True, env=os.environ | environment)
     assert again.returncode == 0 and again.stdout.count("together 2") == 2, again.stderr
-
-
-@pytest.mark.long
-def test_ctrl_c_ends_mnist_without_a_traceback(small_mnist, tmp_path):
-    """In a terminal it reaches all processes. In the first half it ends the comparison."""
-    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--model", "shallow", "--epochs", 100_000)
-    flags += ("--batch-size", 32, "--output-dir", tmp_path)
-    with started("mnist_fsdp.py", *flags) as running:
-        epochs = (line for line in running.stdout if line.startswith("shallow | local"))
-        assert next(epochs, None) and next(epochs, None)  # at the second line the first is in the metrics
-        os.killpg(running.pid, signal.SIGINT)
-        _, errors = running.communicate()
-    assert running.returncode == 130 and "Traceback" not in errors, errors
-    assert set(curve(tmp_path, "mode")) == {"local"}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_in_the_second_half_of_mnist(name, small_mnist, tmp_path):
-    """With one process, as on a machine with one GPU. torchrun was called there for the first half."""
-    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--model", "shallow", "--epochs", 1, "--batch-size", 32)
-    flags = (*flags, "--num-processes", 1, "--output-dir", tmp_path)
-    finished = run("mnist_fsdp.py", *flags, fork=True, change=("signal_in_step", 0, 2, name))
-    assert finished.returncode == -signal.Signals[name] and "Traceback" not in finished.stderr, finished.stderr
-    assert curve(tmp_path, "mode") == ["local"]

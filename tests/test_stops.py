@@ -83,15 +83,6 @@ def test_a_run_does_not_wait_for_a_worker_that_reads(tiny_llama, tmp_path):
 
 
 @pytest.mark.long
-def test_streams_may_be_more_than_open_files(tmp_path):
-    flags = (*LM, "--global-batch-size", 64, "--micro-batch-size", 1, "--max-steps", 1, "--no-save-model")
-    flags = (*flags, "--num-processes", 1, "--output-dir", tmp_path)
-    with started("lm_multinode.py", *flags, start=("sh", "-c", 'ulimit -S -n 64; exec "$@"', "sh")) as running:
-        _, errors = running.communicate()
-    assert running.returncode == 0, errors
-
-
-@pytest.mark.long
 def test_a_killed_process_leaves_none_behind(tiny_llama, tmp_path):
     """Also where Python would start a fork server, as it does from 3.14 on."""
     flags = (*LM, "--model", tiny_llama, "--output-dir", tmp_path)

@@ -26,7 +26,7 @@ TOOL = "tests/benchmarks/will_it_fit.py"
 GPU = Namespace(vocabulary=32_000, per_node=8, attention="gpu")
 STEPS = ("--max-steps", 3, "--no-save-model", "--precision", "fp32")
 LM = (*STEPS, "--seq-length", 128, "--micro-batch-size", 4, "--num-validation-texts", 3)
-T5 = (*STEPS, "--no-run-validation", "--num-train-samples", 64, "--batch-size", 2)
+T5 = (*STEPS, "--no-run-validation", "--num-train-samples", 64, "--global-batch-size", 4)
 T5 = (*T5, "--max-source-length", 16, "--max-target-length", 8)  # every article and summary is longer
 ZERO2 = ("--sharding-strategy", "SHARD_GRAD_OP")
 CASES = (
@@ -98,13 +98,14 @@ def test_the_prediction_is_what_other_models_hold(tmp_path):
 
 
 def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv, tmp_path):
-    """The second is like FLAN-T5, with an output layer of its own. The last is what the script makes itself."""
+    """With micro-batches of 4 and 2; of 1 and 1, with an output layer of its own, as in FLAN-T5; and of what the script
+    makes itself."""
     tiny = (*T5, "--model", tiny_model, "--dataset", articles_csv)
-    grad_bf16 = ("--precision", "grad-bf16", "--accumulation-steps", 2)
+    grad_bf16 = ("--precision", "grad-bf16", "--global-batch-size", 12)
     flan = ("--model", make_model(tmp_path / "flan", is_tied=False, tie_word_embeddings=False))
     ways = [
-        (*tiny, *grad_bf16, *ZERO2),
-        (*tiny, *flan),
+        (*tiny, *grad_bf16, *ZERO2, "--micro-batch-size", 4),
+        (*tiny, *flan, "--precision", "bf16", "--micro-batch-size", 1),
         (*T5, "--activation-checkpointing", "--backward-prefetch", "none"),
     ]
     check("t5_fsdp.py", ways, 2, tmp_path)
@@ -173,7 +174,7 @@ def test_sweeps_offload_and_the_largest_batch():
     assert float(one[4]) > 3 * float(four[4])
     assert float(one[5]) < float(four[5])
     assert offloaded[:2] == ["| 0", "0"]  # parameters and optimizer are in the CPU's memory
-    for counted in ("4 processes x 1 x 4 sequences of 128", "4 processes x 4 x 1 sequences of 128"):
+    for counted in ("4 processes x 4 sequences of 128 tokens |", "4 processes x 4 sequences of 128 tokens, 1 at once"):
         assert counted in printed
     assert f"yes: a process needs {float(compiled[5]):.2f} GiB" in printed
     assert printed.count("the host, which starts") == 4  # the model is tiny
@@ -212,6 +213,7 @@ def test_what_the_tool_cannot_trace_ends_with_a_sentence(tiny_llama):
         "mnist_fsdp.py": "t5_fsdp.py",
         "lm_multinode.py --sweep seed": "=",
         "lm_multinode.py --attn cpu": "--attn",  # no flag is abbreviated
+        "lm_multinode.py --num-processes 3 --global-batch-size 16": "multiple of 3",
         "lm_multinode.py --num-processes 12 --sharding-strategy HYBRID_SHARD": "--shards-per-replica",
     }
     for command, word in mistakes.items():

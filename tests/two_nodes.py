@@ -69,7 +69,9 @@ class TwoNodes:
     def torchrun(self, script, *arguments, options=(), timeout=300):
         """The command of a real cluster, with two processes on each node. gloo listens on the address that the host's
         own name has. Returns the finished torchrun of each node, output as text; killed after `timeout` seconds."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 2]
+        # As printed: after a restart torchrun's own store would still have the addresses of dead processes.
+        torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
+        torchrun += [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 2]
         torchrun += ["--rdzv_id", 1, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500", *options]
         torchrun += [ROOT / script, *arguments]
         processes = []

@@ -124,8 +124,9 @@ def lm_loops(folder: Path, options) -> dict[str, list]:
 def t5_loops(folder: Path, options) -> dict[str, list]:
     made_up.write_articles(folder, 20 * options.steps + 20, "t5-small")
     flags = [*options.flags, "--model", folder, "--dataset", folder / "articles.csv", "--num-train-samples", 0]
-    flags += ["--max-source-length", 256, "--max-target-length", 64, "--batch-size", 4, "--no-run-validation"]
-    articles, _ = t5_articles(folder / "articles.csv")
+    flags += ["--max-source-length", 256, "--max-target-length", 64, "--global-batch-size", 8, "--no-run-validation"]
+    with contextlib.redirect_stdout(None):
+        articles, _ = t5_articles(folder / "articles.csv")
     ordered = t5_ordered(t5_samples(articles, AutoTokenizer.from_pretrained(folder), 256, 64), 8)
     samples = list(itertools.chain.from_iterable(ordered[: 2 * options.steps]))
     loops = {"t5_fsdp.py": [shared.ROOT / "t5_fsdp.py", *flags]}

@@ -1,7 +1,7 @@
 """What the scripts do on one GPU: speed, MFU and memory of a Llama and a T5, beside the predicted memory.
 
-    python tests/benchmarks/gpu_table.py                                # all rows
-    python tests/benchmarks/gpu_table.py --parts lm                     # or those of one script
+    python tests/benchmarks/gpu_table.py --peak-tflops 989              # all rows; the peak of an H100 in bf16
+    python tests/benchmarks/gpu_table.py --parts lm                     # or those of one script, without MFU
     python tests/benchmarks/gpu_table.py --device cpu --tiny            # the same on tiny shapes, to try it
 
 Needs one GPU and no network: random weights in the shape of the real models, texts of random words that fill every
@@ -33,8 +33,6 @@ import shared
 import will_it_fit
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from inside import lm_peak_tflops
-
 SOURCE = 512
 TARGET = 152
 WAYS = {
@@ -63,7 +61,8 @@ def prepare_t5(folder: Path, options) -> list:
     steps = 2 * options.steps
     shape = "tiny" if options.tiny else "t5-base"
     made_up.write_articles(folder, int(1.2 * batch * steps) + 50, shape, mean=2500, sigma=0.05)  # all are cut
-    flags = ["--model", folder, "--batch-size", batch, "--max-source-length", SOURCE, "--max-target-length", TARGET]
+    flags = ["--model", folder, "--global-batch-size", batch, "--micro-batch-size", batch]
+    flags += ["--max-source-length", SOURCE, "--max-target-length", TARGET]
     return [*flags, "--dataset", folder / "articles.csv", "--num-train-samples", 0, "--no-run-validation"]
 
 
@@ -126,13 +125,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument("--steps", type=int, default=20, help="that warm up, and that count")
-    parser.add_argument("--peak-tflops", type=float, default=0.0, help="of a GPU that lm_multinode.py does not know")
+    parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the GPU in bf16, for MFU")
     parser.add_argument("--minutes", type=float, default=24.0, help="after which no row goes on")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
-    on_cuda = options.device == "cuda"
-    device_name = torch.cuda.get_device_name() if on_cuda else platform.machine()
-    options.peak_tflops = options.peak_tflops or (lm_peak_tflops(device_name) if on_cuda else 0)
+    device_name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
     print(f"{date.today()}, {device_name}, torch {torch.__version__}, one process", flush=True)
     for part in options.parts:
         with tempfile.TemporaryDirectory() as folder:

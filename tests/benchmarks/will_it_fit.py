@@ -3,7 +3,7 @@ computes, before a GPU is rented. docs/will-it-fit.md reads the answers, and say
 
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --gpu A100-40
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 1b --seq-length 1024 --num-processes 64 \\
-        --sharding-strategy HYBRID_SHARD --sweep micro-batch-size=1,2,4,8
+        --sharding-strategy HYBRID_SHARD --global-batch-size 512 --sweep micro-batch-size=1,2,4,8
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 7b --seq-length 1024 --num-processes 16 \\
         --activation-checkpointing --sweep sharding-strategy --network-gbits 100 400 --plot memory.png
 
@@ -16,9 +16,7 @@ the LM's `MODELS`, a name on the Hub, or a folder, which needs no more than a co
 
 import argparse
 import contextlib
-import copy
 import importlib.util
-import io
 import itertools
 import math
 import sys
@@ -74,18 +72,12 @@ def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
         shape = {"d_model": hidden, "d_ff": width, "num_layers": layers, "num_heads": heads, "d_kv": each}
         return transformers.T5Config(**shape, decoder_start_token_id=0)
 
-    if name in getattr(script, "MODELS", {}):
-        config = copy.deepcopy(script.MODELS[name])
-        config.vocab_size = vocabulary
-        config.max_position_embeddings = args.seq_length
-        config._attn_implementation = script.ATTENTION
-        return config
-
-    if hasattr(script, "load_config"):
-        return script.load_config(args)
+    if hasattr(script, "load_config"):  # the LM's, which asks a tokenizer
+        tokenizer = mock.MagicMock(vocab_size=0, eos_token_id=0, __len__=lambda _: vocabulary)
+        return script.load_config(args, tokenizer)
     articles = None
     if args.model == "builtin":  # has as many words as its tokenizer learns from the articles
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(None):
             articles, _ = script.common.load_articles(args.model, "text", "headline", args.max_summary_share)
     script.common.load_tokenizer = lambda _: None  # the folder need not have one
     return script.load_config_and_tokenizer(args, None, articles)[0]
@@ -172,11 +164,11 @@ class Run:
         if self.args.precision == "auto":
             self.args.precision = "bf16"
         self.args.compile = False
-        self.is_lm = hasattr(self.args, "micro_batch_size")
-        self.global_batch_size = self.args.global_batch_size if self.is_lm else 0
+        self.is_lm = hasattr(self.args, "seq_length")
         self.size = self.args.num_processes or 2
         on_node = min(self.size, options.per_node)
         self.world = self.script.common.World(0, 0, self.size, on_node, torch.device("cpu"))
+        self.script.common.divide_batch(self.args, self.world, default=16 if self.is_lm else 32)  # as its main
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.size)
         # A mesh has real numbers.
@@ -198,31 +190,27 @@ class Run:
     def longest_batch(self):
         """What train_step gets: as long as the flags allow."""
         args = self.args
+        count = args.global_batch_size // self.size
+        at_once = args.micro_batch_size
         if self.is_lm:
-            smallest = args.micro_batch_size * self.size
-            args.global_batch_size = self.global_batch_size or math.ceil(16 / smallest) * smallest  # as its main
-            if args.global_batch_size % smallest != 0:
-                fail(f"--global-batch-size must be a multiple of {smallest}")
-            count = args.global_batch_size // smallest
-            self.describe(count, args.micro_batch_size, args.seq_length, f"sequences of {args.seq_length} tokens")
-            tokens = torch.ones(count, args.micro_batch_size, args.seq_length, dtype=torch.long)
-            positions = tokens.cumsum(2) - 1  # of a recipe
-            parts = zip(tokens, tokens.clone(), positions, strict=True)
+            self.describe(count, f"sequences of {args.seq_length} tokens", args.seq_length)
+            tokens = torch.ones(count, args.seq_length, dtype=torch.long)
+            positions = tokens.cumsum(1) - 1  # of a recipe
+            parts = zip(tokens.split(at_once), tokens.clone().split(at_once), positions.split(at_once), strict=True)
             return [{"input_ids": ids, "labels": labels, "positions": part} for ids, labels, part in parts]
 
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
-        articles = f"articles of {source} tokens and summaries of {target}"
-        self.describe(args.accumulation_steps, args.batch_size, source + target, articles)
-        samples = args.batch_size * args.accumulation_steps
-        words = torch.ones(samples, source, dtype=torch.long)
-        labels = torch.ones(samples, target, dtype=torch.long)
+        self.describe(count, f"articles of {source} tokens and summaries of {target}", source + target)
+        words = torch.ones(count, source, dtype=torch.long)
+        labels = torch.ones(count, target, dtype=torch.long)
         return {"input_ids": words, "attention_mask": words.clone(), "labels": labels}
 
-    def describe(self, micro_batches: int, batch_size: int, sample_tokens: int, samples: str) -> None:
+    def describe(self, count: int, samples: str, sample_tokens: int) -> None:
         """What a step is made of, for the answers."""
-        global_batch = micro_batches * batch_size * self.size
-        self.step_tokens = global_batch * sample_tokens  # of all processes
-        self.batch = f"{self.size} processes x {micro_batches} x {batch_size} {samples}"
+        self.step_tokens = count * self.size * sample_tokens  # of all processes
+        self.batch = f"{self.size} processes x {count} {samples}"
+        if count > self.args.micro_batch_size:
+            self.batch += f", {self.args.micro_batch_size} at once"
 
     def step(self, at=(), modes=()) -> Tracker:
         """One training step. `at`: the operations after which to tell kinds apart. `modes`: what else looks on."""
@@ -274,12 +262,8 @@ class Run:
 
     def set_batch(self, size: int) -> None:
         """So many samples at once, in a step of one micro-batch."""
-        if self.is_lm:
-            self.args.micro_batch_size = size
-            self.global_batch_size = size * self.size
-        else:
-            self.args.batch_size = size
-            self.args.accumulation_steps = 1
+        self.args.micro_batch_size = size
+        self.args.global_batch_size = size * self.size
 
     def largest_batch(self, usable: float) -> int:
         """That these bytes have room for; 0 if not even one sample fits. After each operation memory is a constant and
@@ -384,7 +368,7 @@ def answer(options, flags: list[str]) -> None:
         f" {kernels.memory_seconds:.3g} s of memory traffic, in {kernels.count:,} kernels"
     )
     if kernels.host_may_be_the_limit:
-        print("the host, which starts the kernels, may be the limit: a larger batch, or --compile")
+        print("the host, which starts the kernels, may be the limit: a larger micro-batch, or --compile")
     print("not counted: validation, --compile, and the time of --cpu-offload")
     if options.plot:
         draw(options.plot, gib, steps)
@@ -394,7 +378,6 @@ def answer(options, flags: list[str]) -> None:
 CURES = {
     "activation_checkpointing": True,
     "micro_batch_size": 1,
-    "batch_size": 1,
     "gradient_sync": "every",
     "sharding_strategy": "FULL_SHARD",
     "cpu_offload": True,
