@@ -203,6 +203,9 @@ def setup(device_type: str) -> World:
     size = int(environment.get("WORLD_SIZE", 1))
     local_size = int(environment.get("LOCAL_WORLD_SIZE", 1))
 
+    if size % local_size == 0 and rank % local_size != local_rank:
+        raise UserError("each node must have consecutive ranks: with srun, use -m block")
+
     # Share the cores of this node. torchrun's default of one thread is too slow on a CPU, and for
     # the optimizer under --cpu-offload.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -527,6 +530,7 @@ def load_tokenizer(name: str | Path):
     # Without files, transformers makes one that knows only special tokens (T5: and a space).
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
         raise UserError(f"{name} has no tokenizer; save one there: tokenizer.save_pretrained()")
+    tokenizer.padding_side = "right"
     return tokenizer
 
 
@@ -587,6 +591,9 @@ def export(model, meta_model, tokenizer, folder: Path, world):
         kept = [*meta_model.named_parameters(), *meta_model.named_buffers()]
         weights = {name: weights[name] for name, _ in kept if name in weights}
         meta_model.generation_config = model.generation_config
+        # T5's config says true for every model, and other versions of transformers rely on it.
+        head = meta_model.get_output_embeddings().weight
+        meta_model.config.tie_word_embeddings = head is meta_model.get_input_embeddings().weight
         partial = folder / ".partial"  # the old model stays until this one is complete
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
         meta_model.save_pretrained(partial, state_dict=weights)
@@ -599,7 +606,7 @@ def export(model, meta_model, tokenizer, folder: Path, world):
         ignore = shutil.ignore_patterns("*.safetensors")
         shutil.copytree(partial, folder, ignore=ignore, dirs_exist_ok=True)
         for file in partial.glob("*.safetensors"):
-            shutil.copymode(folder / "config.json", file)  # it is readable by the owner only
+            shutil.copymode(folder / "tokenizer_config.json", file)  # only its owner can read it
             file.replace(folder / file.name)
         shutil.rmtree(partial)
     dist.barrier()  # rank 0's disk may be slow

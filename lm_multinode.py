@@ -77,7 +77,15 @@ transformers.logging.disable_progress_bar()
 # sequences have no padding, and without a mask this attention is causal, which is all they need.
 # Under its usual name, transformers would read the positions on the host to decide about a mask.
 ATTENTION = "causal_sdpa"
-AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+
+
+def causal_sdpa(module, query, key, value, attention_mask, **options):
+    if attention_mask is not None:  # which need not be causal
+        raise common.UserError("--model makes an attention mask of its own, as Doge does")
+    return sdpa_attention_forward(module, query, key, value, None, **options)
+
+
+AttentionInterface.register(ATTENTION, causal_sdpa)
 
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
@@ -230,10 +238,10 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
             model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
         # Under ZeRO-2, parameters stay gathered until the last micro-batch.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
-        loss = summed_loss(model, micro_batch)
+        loss, balance = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that and divide by the number of all
         # targets: the gradient of the mean over the global batch, as in one process.
-        (loss * world.size / global_targets).backward()
+        ((loss + balance) * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
@@ -241,11 +249,16 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
     return loss_sum, grad_norm
 
 
-def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
+def summed_loss(model: nn.Module, batch: dict) -> tuple:
     """Collective, like every forward of a sharded model. Cross-entropy, summed over all targets
-    that are not -100."""
+    that are not -100; and what to add in training so that a model with experts uses all of them,
+    if its config has `output_router_logits`."""
     output = model(input_ids=batch["input_ids"], use_cache=False)
-    return cross_entropy(output.logits, batch["labels"])
+    balance = 0.0
+    if getattr(output, "aux_loss", None) is not None:  # a mean
+        num_targets = (batch["labels"] != -100).sum()
+        balance = model.config.router_aux_loss_coef * output.aux_loss * num_targets
+    return cross_entropy(output.logits, batch["labels"]), balance
 
 
 class CrossEntropy(nn.Module):
@@ -324,6 +337,8 @@ def load_config(args, tokenizer) -> PretrainedConfig:
         reason = "has no layers to shard: transformers does not name them"
     elif not all(getattr(module, "is_causal", True) for module in model.modules()):
         reason = "also looks at later tokens: it is no causal language model"
+    elif hasattr(config, "index_topk"):  # DeepSeek V3.2, GLM-5
+        reason = "chooses the tokens that it attends to, for which SDPA has no way"
     elif getattr(config, "attn_logit_softcapping", None):  # older transformers ignore the cap
         reason = "caps the scores of attention, for which SDPA has no way"
     # ATTENTION ignores sliding windows, so a sequence must fit into one.
@@ -404,8 +419,18 @@ class Texts:
         self.builder.config.columns = [self.column]  # of .parquet files
         self.sizes = [os.path.getsize(path) if os.path.exists(path) else 1 for path in self.paths]
 
-    def open(self, paths: list[str]) -> datasets.IterableDataset:
-        """Stream the texts of some of the files, without empty ones."""
+    def open(self, paths: list[str], is_wanted=bool) -> datasets.IterableDataset:
+        """Stream the wanted texts of some of the files: by default all that are not empty. Raises
+        UserError if the column holds anything but text."""
+
+        def are_wanted(table: pa.Table) -> list[bool]:
+            [column] = table.columns
+            # Where types are mixed, datasets has turned every text into JSON.
+            if column.type not in (pa.string(), pa.large_string(), pa.null()):
+                raise common.UserError(f"--text-column: {self.column} holds {column.type}")
+            texts = column.to_pylist()
+            return [bool(text) and not text.isspace() and is_wanted(text) for text in texts]
+
         if self.builder is None:
             rows = datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset()
         else:
@@ -415,16 +440,7 @@ class Texts:
             self.builder.info.features = None
             rows.info.features = None
         tables = rows.select_columns([self.column]).with_format("arrow")
-        return tables.filter(are_texts, batched=True).with_format(None)
-
-
-def are_texts(table: pa.Table) -> list[bool]:
-    """Which rows of a table with one column hold text. Raises UserError if the column has another
-    type: where types are mixed, datasets would turn every text into JSON."""
-    [column] = table.columns
-    if column.type not in (pa.string(), pa.large_string(), pa.null()):
-        raise common.UserError(f"--text-column: {table.column_names[0]} holds {column.type}")
-    return [bool(text) and not text.isspace() for text in column.to_pylist()]
+        return tables.filter(are_wanted, batched=True).with_format(None)
 
 
 def builtin_texts() -> list[str]:
@@ -508,16 +524,15 @@ def make_stream(args, texts: Texts, tokenizer, number: int, num_streams: int):
         random.Random(hash((args.seed, number, numbers[0]))).shuffle(token_lists)
         return pack(token_lists, args.seq_length)
 
-    column = [texts.column]
     # Repeat before packing: the next pass then has other blocks, in another order.
-    my_texts = texts.open(paths).filter(is_mine, input_columns=column).repeat(None)
+    my_texts = texts.open(paths, is_mine).repeat(None)
     return my_texts.map(
         pack_block,
-        input_columns=column,
+        input_columns=[texts.column],
         with_indices=True,
         batched=True,
         batch_size=texts.block_size,
-        remove_columns=column,
+        remove_columns=[texts.column],
     )
 
 
@@ -614,7 +629,8 @@ def validate(args, world, model, sequences: dict, log, step: int):
         batch = {name: rows[part % count] for name, rows in sequences.items()}  # copies
         batch["labels"][part >= count] = -100
         batch = {name: rows.to(world.device) for name, rows in batch.items()}
-        totals[0] += summed_loss(model, batch)
+        loss, _ = summed_loss(model, batch)
+        totals[0] += loss
         totals[1] += (batch["labels"] != -100).sum()
     model.train()
 

@@ -404,6 +404,18 @@ def load_data(args, checkpoint) -> tuple:
         articles.map(tokenize, batched=True, fn_kwargs=options)
         for articles in (train_set, validation_set)
     )
+    targets = train_set["labels"][:]
+    num_tokens = sum(len(ids) for ids in targets)
+    unknown = sum(ids.count(tokenizer.unk_token_id) for ids in targets) / max(1, num_tokens)
+    num_cut = sum(len(ids) >= args.max_target_length for ids in targets)
+    if unknown > 0.5:
+        raise common.UserError(
+            f"the tokenizer of --model {args.model} does not know {unknown:.0%} of the summaries'"
+            " tokens; choose a model for their language, such as google/mt5-small"
+        )
+    if dist.get_rank() == 0:
+        cut = f"{num_cut:,} of {len(targets):,} fill --max-target-length and may be cut"
+        print(f"targets  {unknown:.1%} unknown tokens; {cut}", flush=True)
     return config, tokenizer, train_set, validation_set, checksum
 
 

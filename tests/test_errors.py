@@ -9,9 +9,18 @@ from pathlib import Path
 import torch
 
 import pytest
-from conftest import make_model, run, write_mnist
+from conftest import make_model, make_tokenizer, run, write_mnist
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, T5Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
 
 from inside import train_tokenizer
 
@@ -155,6 +164,39 @@ def test_a_model_that_the_lm_cannot_train(kind, here, tmp_path):
     """Before its weights are read: there are none."""
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     refuse("lm_multinode.py", "--model", tmp_path, "--tokenizer", "short", words=[f"--model {tmp_path}"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "doge"])
+def test_a_model_that_chooses_what_it_attends_to(kind, here, tmp_path):
+    """By a mask of its own, or by an index."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    make_tokenizer(tmp_path)
+    config = AutoConfig.for_model(kind)
+    if kind == "doge":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config = AutoConfig.for_model(kind, **sizes, vocab_size=1024, eos_token_id=1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    words = ["mask"] if kind == "doge" else [f"--model {tmp_path}"]
+    refuse("lm_multinode.py", "--model", tmp_path, "--seq-length", 32, words=words)
+
+
+@pytest.mark.long
+def test_a_tokenizer_that_does_not_know_the_summaries(here, tmp_path):
+    make_model(tmp_path)
+    words = WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2, "the": 3, "a": 4}, unk_token="<unk>")
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(tmp_path)
+    refuse("t5_fsdp.py", "--model", tmp_path, "--dataset", "articles.csv", words=["does not know", "--model"])
+
+
+@pytest.mark.long
+def test_ranks_that_are_dealt_to_nodes_in_turn(here):
+    """The second process of four on two nodes, as `srun -m cyclic` numbers them."""
+    ranks = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    refuse("t5_fsdp.py", words=["consecutive", "-m block"], processes=None, **ranks)
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="there is an Intel GPU, on which it trains")

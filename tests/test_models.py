@@ -5,15 +5,18 @@ under each strategy, and after a resume on another number of processes.
 """
 
 import itertools
+import json
 import math
+import shutil
 from argparse import Namespace
 
 import torch
 
 import pytest
 from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, SMALL, VERSIONS, curve, fsdp, make_model, make_tokenizer, run_many
-from plain import lm_validation_loss, t5_batches, t5_loss, t5_samples
+from plain import lm_batches, lm_validation_loss, t5_batches, t5_loss, t5_samples
 from safetensors.torch import load_file
+from sentencepiece import SentencePieceTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 
 from inside import LM_STRATEGIES, lm_mfu_per_token_per_second, lm_model, parse, t5_articles, world_of
@@ -30,7 +33,7 @@ KINDS = {
     "gpt2": {**GPT2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
     "gpt_neox": SHAPE,
     "bert": {**SHAPE, "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "opt": {**SHAPE, "word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0},
+    "opt": {**SHAPE, "word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0, "layerdrop": 0.5},
     "phi": SHAPE,
     "llama": GROUPED,
     "qwen2": GROUPED,
@@ -87,11 +90,16 @@ def check_same(folder, other):
     assert curve(folder, "grad_norm") == pytest.approx(curve(other, "grad_norm"), rel=1e-3), folder
 
 
-def test_any_causal_model_trains_as_transformers_has_it(causal, tmp_path):
+FIRST = ("gpt2", "bert", "qwen3", "gemma3_text", "mixtral")
+REST = pytest.param([name for name in CAUSAL if name not in FIRST], marks=pytest.mark.long, id="others")
+
+
+@pytest.mark.parametrize("names", [pytest.param(FIRST, id="first"), REST])
+def test_any_causal_model_trains_as_transformers_has_it(names, causal, tmp_path):
     for processes in (1, 2):
-        settings = {tmp_path / f"{name}-{processes}": (*LM, "--model", causal / name) for name in CAUSAL}
+        settings = {tmp_path / f"{name}-{processes}": (*LM, "--model", causal / name) for name in names}
         run_many("lm_multinode.py", settings, processes)
-    for name in CAUSAL:
+    for name in names:
         check_model(causal / name, tmp_path / f"{name}-2")
         check_same(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
 
@@ -143,6 +151,32 @@ def test_mfu_counts_what_a_token_computes(causal):
         assert 1e12 * share == pytest.approx(flops, rel=1e-6), name
 
 
+@pytest.mark.long
+def test_experts_are_balanced_as_transformers_does(causal, tmp_path):
+    """Where the config asks for it: gradients are those of transformers' own loss, and `loss` is cross-entropy alone."""
+    config = AutoConfig.from_pretrained(causal / "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    model = AutoModelForCausalLM.from_pretrained(causal / "mixtral", config=config)
+    tokenizer = AutoTokenizer.from_pretrained(causal / "mixtral")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    flags = (*LM, "--micro-batch-size", 16, "--max-steps", 1)  # one micro-batch: the loss is not linear in it
+    settings = {
+        tmp_path / name: (*flags, "--model", folder)
+        for name, folder in (("balanced", tmp_path / "model"), ("not", causal / "mixtral"))
+    }
+    run_many("lm_multinode.py", settings, 1)
+    args = parse("lm_multinode.py", *flags)
+    batch = {name: torch.from_numpy(rows) for name, rows in next(lm_batches(args, tokenizer)).items()}
+    output = model(input_ids=batch["input_ids"], shift_labels=batch["labels"], labels=batch["labels"])
+    output.loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    assert curve(tmp_path / "balanced", "grad_norm") == [pytest.approx(norm, rel=1e-4)]
+    assert abs(curve(tmp_path / "not", "grad_norm")[0] / norm - 1) > 1e-3
+    assert curve(tmp_path / "balanced") == pytest.approx(curve(tmp_path / "not"), **CLOSE)
+    expected = (output.loss - 0.5 * output.aux_loss).item()
+    assert curve(tmp_path / "balanced") == [pytest.approx(expected, **CLOSE)]
+
+
 # ---- T5 --------------------------------------------------------------------------------------------------------------
 T5 = ("--num-train-samples", 24, "--num-validation-samples", 0, "--global-batch-size", 8, "--max-steps", 2)
 T5 = (*T5, "--micro-batch-size", 4, "--max-target-length", 15, "--log-every", 1, "--precision", "fp32")
@@ -154,6 +188,27 @@ def load_and_validate(folder, articles_csv):
     [batch] = t5_batches(t5_samples(articles, tokenizer, 512, 15), tokenizer, len(articles))
     with torch.no_grad():
         return model, t5_loss(model.eval(), batch).item()
+
+
+@pytest.mark.long
+def test_a_tokenizer_of_sentencepiece_and_one_that_pads_left(articles_csv, tmp_path):
+    """mT5 and T5 1.1 have a spiece.model and no tokenizer.json. Where a tokenizer pads changes nothing."""
+    model = make_model(tmp_path / "model")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    (tmp_path / "texts").write_text("\n".join(t5_articles(articles_csv)[0]["text"]))
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    prefix = str(tmp_path / "spiece")
+    SentencePieceTrainer.train(input=str(tmp_path / "texts"), model_prefix=prefix, vocab_size=200, **ids)
+    shutil.copy(f"{prefix}.model", model / "spiece.model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert len(tokenizer) > 100
+    left = shutil.copytree(model, tmp_path / "left")
+    tokenizer.padding_side = "left"
+    tokenizer.save_pretrained(left)
+    settings = {folder / "out": (*T5, "--dataset", articles_csv, "--model", folder) for folder in (model, left)}
+    run_many("t5_fsdp.py", settings, 1)
+    check_same(left / "out", model / "out")
 
 
 @pytest.mark.long
@@ -191,5 +246,8 @@ def test_any_t5_trains_and_keeps_its_output_layer(articles_csv, tmp_path):
             # What is tied stays tied, and is stored once.
             weights = load_file(folder / "best" / "model.safetensors").values()
             assert sum(weight.numel() for weight in weights) == plain.num_parameters(), folder
+            # transformers 4 goes by it, where T5 1.1, FLAN-T5 and mT5 have an output layer of their own.
+            written = json.loads((folder / "best" / "config.json").read_text())
+            assert written["tie_word_embeddings"] == (plain.lm_head.weight is plain.shared.weight), folder
             moved = (exported.lm_head.weight - plain.lm_head.weight).abs().max().item()
             assert moved > 1e-4 and not math.isnan(moved), folder

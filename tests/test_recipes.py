@@ -42,6 +42,7 @@ from transformers import (
     BartConfig,
     GraniteConfig,
     M2M100Config,
+    MixtralConfig,
 )
 
 from inside import UserError, builtin_article, lm_held_out, lm_packed, lm_steps, load_module, parse, t5_articles
@@ -82,7 +83,7 @@ STEPS, LAYERS, SOURCE, SUMMARY = 4, 2, 40, 12
 RATE = 2e-3
 VARIANTS = {"fsdp2": (), "fsdp2 recomputing and offloading": ("--activation-checkpointing", "--cpu-offload")}
 SHARED = ("--precision", "fp32", "--log-every", 1, "--max-steps", STEPS, "--lr", RATE)
-T5 = (*SHARED, "--num-train-samples", 0, "--num-validation-samples", 4, "--batch-size", 4, "--epochs", 1)
+T5 = (*SHARED, "--num-train-samples", 0, "--num-validation-samples", 4, "--global-batch-size", 8, "--epochs", 1)
 T5 = (*T5, "--max-source-length", SOURCE, "--max-target-length", SUMMARY)
 LM = (*SMALL, *SHARED, "--global-batch-size", 8, "--micro-batch-size", 2, "--num-validation-texts", 8)
 LM = (*LM, "--warmup-steps", STEPS)
@@ -176,7 +177,9 @@ def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
     flags = (*LM, "--model", tiny_llama)
     plain = train_lm(model, AutoTokenizer.from_pretrained(tiny_llama), parse("lm_multinode.py", *flags))
     script = patched(tmp_path / "copy", "lm-lora") / "lm_multinode.py"
-    script.write_text(script.read_text().replace("dtype=torch.float32", f"dtype=torch.{dtype}"))
+    for path in (script, script.with_name("common.py")):
+        text = path.read_text().replace("dtype=torch.float32", f"dtype=torch.{dtype}")
+        path.write_text(text.replace('"dtype": torch.float32', f'"dtype": torch.{dtype}'))
     variants = VARIANTS if dtype == "float32" else {"fsdp2": ("--no-save-model",)}
     check_training(script, flags, plain, load, tmp_path, variants)
 
@@ -207,6 +210,19 @@ def test_a_loss_in_chunks_refuses_a_model_that_changes_its_logits(tiny_llama, tm
     assert finished.returncode == 2 and "granite" in finished.stderr and "Traceback" not in finished.stderr
 
 
+@pytest.mark.long
+def test_experts_that_are_sharded_by_rows_learn_the_same(tmp_path):
+    """Two processes cannot divide three experts."""
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    flags = (*LM, "--model", make_llama(tmp_path / "model", MixtralConfig, **experts))
+    script = patched(tmp_path / "copy", "lm-experts") / "lm_multinode.py"
+    for folder, file in ((tmp_path / "padded", "lm_multinode.py"), (tmp_path / "rows", script)):
+        run_many(file, {folder: flags}, 2, change=["record_shards"])
+    check_curves(tmp_path / "rows", [curve(tmp_path / "padded", name) for name in ("loss", "grad_norm", "val_loss")])
+    sums = [json.loads((tmp_path / name / "shards-0.json").read_text())["sums"] for name in ("padded", "rows")]
+    assert sums[0] != sums[1]
+
+
 # ---- fp16, and DiLoCo ------------------------------------------------------------------------------------------------
 @pytest.mark.long
 @pytest.mark.parametrize("processes, versions", [(1, (1,)), (2, VERSIONS)])
@@ -217,7 +233,7 @@ def test_t5_in_fp16_is_close_to_a_plain_loop(processes, versions, tiny_model, ar
     (exact, _, validation), _ = train_t5_plainly(model, tokenizer, articles_csv)
     script = patched(tmp_path / "copy", "t5-fp16") / "t5_fsdp.py"
     flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--precision", "fp16", "--no-save-model")
-    flags = (*flags, "--batch-size", 4 // processes, "--accumulation-steps", 2)
+    flags = (*flags, "--micro-batch-size", 4 // processes)
     settings = {tmp_path / str(version): (*flags, "--fsdp-version", version) for version in versions}
     run_many(script, settings, processes)
     for folder in settings:

@@ -33,6 +33,7 @@ def run_on_two_nodes(nodes, settings, change=(), options=()):
     return "".join(one.stdout for one in finished)
 
 
+@pytest.mark.long
 def test_the_losses_are_those_of_one_node(nodes, tiny_llama, tmp_path):
     """With two processes there, which take it for two nodes; so a node is a replica of HYBRID_SHARD, unasked."""
     of_one, of_two = [], []
