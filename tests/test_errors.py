@@ -11,14 +11,11 @@ import torch
 import pytest
 from conftest import make_model, make_tokenizer, run, write_mnist
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
-    PreTrainedTokenizerFast,
     T5Config,
 )
 
@@ -181,15 +178,6 @@ def test_a_model_that_chooses_what_it_attends_to(kind, here, tmp_path):
     config.save_pretrained(tmp_path)
     words = ["mask"] if kind == "doge" else [f"--model {tmp_path}"]
     refuse("lm_multinode.py", "--model", tmp_path, "--seq-length", 32, words=words)
-
-
-@pytest.mark.long
-def test_a_tokenizer_that_does_not_know_the_summaries(here, tmp_path):
-    make_model(tmp_path)
-    words = WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2, "the": 3, "a": 4}, unk_token="<unk>")
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special).save_pretrained(tmp_path)
-    refuse("t5_fsdp.py", "--model", tmp_path, "--dataset", "articles.csv", words=["does not know", "--model"])
 
 
 @pytest.mark.long

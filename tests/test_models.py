@@ -13,7 +13,19 @@ from argparse import Namespace
 import torch
 
 import pytest
-from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, SMALL, VERSIONS, curve, fsdp, make_model, make_tokenizer, run_many
+from conftest import (
+    AFTER_ADAM,
+    CLOSE,
+    SAVE_ON_CPU,
+    SMALL,
+    VERSIONS,
+    curve,
+    fsdp,
+    make_model,
+    make_tokenizer,
+    run_many,
+    write_csv,
+)
 from plain import lm_batches, lm_validation_loss, t5_batches, t5_loss, t5_samples
 from safetensors.torch import load_file
 from sentencepiece import SentencePieceTrainer
@@ -153,7 +165,7 @@ def test_mfu_counts_what_a_token_computes(causal):
 
 @pytest.mark.long
 def test_experts_are_balanced_as_transformers_does(causal, tmp_path):
-    """Where the config asks for it: gradients are those of transformers' own loss, and `loss` is cross-entropy alone."""
+    """If the config asks for it: gradients are those of transformers' own loss, and `loss` is cross-entropy alone."""
     config = AutoConfig.from_pretrained(causal / "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     model = AutoModelForCausalLM.from_pretrained(causal / "mixtral", config=config)
     tokenizer = AutoTokenizer.from_pretrained(causal / "mixtral")
@@ -192,23 +204,32 @@ def load_and_validate(folder, articles_csv):
 
 @pytest.mark.long
 def test_a_tokenizer_of_sentencepiece_and_one_that_pads_left(articles_csv, tmp_path):
-    """mT5 and T5 1.1 have a spiece.model and no tokenizer.json. Where a tokenizer pads changes nothing."""
+    """mT5 and T5 1.1 have a spiece.model and no tokenizer.json. Where a tokenizer pads changes nothing. Summaries in
+    letters that it does not know are refused."""
     model = make_model(tmp_path / "model")
     for file in model.glob("tokenizer*"):
         file.unlink()
     (tmp_path / "texts").write_text("\n".join(t5_articles(articles_csv)[0]["text"]))
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
     prefix = str(tmp_path / "spiece")
-    SentencePieceTrainer.train(input=str(tmp_path / "texts"), model_prefix=prefix, vocab_size=200, **ids)
+    SentencePieceTrainer.train(input=str(tmp_path / "texts"), model_prefix=prefix, vocab_size=100, **ids)
     shutil.copy(f"{prefix}.model", model / "spiece.model")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    assert len(tokenizer) > 100
+    assert len(tokenizer) > 90
     left = shutil.copytree(model, tmp_path / "left")
     tokenizer.padding_side = "left"
     tokenizer.save_pretrained(left)
     settings = {folder / "out": (*T5, "--dataset", articles_csv, "--model", folder) for folder in (model, left)}
     run_many("t5_fsdp.py", settings, 1)
     check_same(left / "out", model / "out")
+
+    rows = [
+        {"text": f"Вымойте яблоки и груши {number} раз, потом почистите.", "headline": "Вымойте груши."}
+        for number in range(60)
+    ]
+    flags = (*T5, "--dataset", write_csv(tmp_path / "rows.csv", rows), "--model", model, "--output-dir", tmp_path)
+    finished = run_many("t5_fsdp.py", [flags], 1, check=False)
+    assert finished.returncode == 2 and "does not know" in finished.stderr
 
 
 @pytest.mark.long
