@@ -1,7 +1,7 @@
 """After a change of the scripts: `python tests/reanchor.py` gives the diffs in docs/recipes/ their new places in them.
 
-One that no longer applies is named, and stays as it is. Read what changed: a diff has one line of context, so it can
-also apply in a wrong place.
+They have three lines of context, so that `patch` finds its place in an edited copy, too. One that no longer applies is
+named, and stays as it is. Read what changed.
 """
 
 import re
@@ -23,7 +23,7 @@ def reanchor(path):
             patched(Path(folder, "b"), path.stem)
         except AssertionError:
             return False
-        compare = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "--no-prefix", "-U1", "a", "b"]
+        compare = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "--no-prefix", "-U3", "a", "b"]
         fresh = subprocess.run(compare, capture_output=True, text=True, cwd=folder).stdout
     path.write_text(re.sub(r"^(diff|index) .*\n", "", fresh, flags=re.M))
     return True
