@@ -328,13 +328,14 @@ def infinite_loss(script, rank, number, in_training=True, only_gradient=False):
     numbers = itertools.count(1)
 
     def infinite_once(model, batch):
-        loss = summed_loss(model, batch)
+        result = summed_loss(model, batch)
+        loss, *more = result if isinstance(result, tuple) else [result]
         if torch.is_grad_enabled() == in_training and next(numbers) == number and dist.get_rank() == rank:
             if only_gradient:
                 loss.register_hook(lambda gradient: gradient * float("inf"))
             else:
                 loss = loss * float("inf")
-        return loss
+        return (loss, *more) if more else loss
 
     script.summed_loss = infinite_once
 
