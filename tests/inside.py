@@ -244,6 +244,18 @@ def signal_in_step(script, rank, step, name="SIGKILL", times=1):
     register_optimizer_step_post_hook(after_update)
 
 
+def read_other_data(script):
+    """The nodes have different copies of the dataset."""
+    load_data = script.load_data
+
+    def load_and_change(args, checkpoint):
+        texts, *rest = load_data(args, checkpoint)
+        texts.checksum += dist.get_rank()
+        return texts, *rest
+
+    script.load_data = load_and_change
+
+
 def lose_workers(script):
     """Each worker falls silent before it sends a batch, as where /dev/shm is full."""
     read_for_ever(script, 0)

@@ -180,6 +180,11 @@ def test_a_model_that_chooses_what_it_attends_to(kind, here, tmp_path):
     refuse("lm_multinode.py", "--model", tmp_path, "--seq-length", 32, words=words)
 
 
+def test_nodes_with_different_data(here):
+    change = ("read_other_data",)
+    refuse("lm_multinode.py", words=["--dataset", "all nodes"], processes=2, per_node=1, change=change)
+
+
 @pytest.mark.long
 def test_ranks_that_are_dealt_to_nodes_in_turn(here):
     """The second process of four on two nodes, as `srun -m cyclic` numbers them."""
