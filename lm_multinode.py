@@ -721,7 +721,7 @@ def parse_args():
 
     add = parser.add_argument_group("data and model").add_argument
     add("--model", default="tiny", help="tiny, 150m, 1b, 7b; or pretrained: a Hub name, a folder")
-    add("--dataset", default="builtin", help="builtin; c4; Hub; .jsonl[.gz], .parquet; '*.jsonl'")
+    add("--dataset", default="builtin", help="builtin; c4; Hub; .txt, .jsonl[.gz], .parquet")
     add("--text-column", default="text", help="of the dataset")
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
     add("--num-validation-texts", default=500, type=at_least_1, help="at most, held out")
