@@ -52,6 +52,7 @@ def test_both_halves_of_mnist_stand_side_by_side(tmp_path):
         assert saved.stat().st_mode == (tmp_path / "metrics.jsonl").stat().st_mode
 
 
+@pytest.mark.long
 def test_the_xpu_script_runs_on_a_cpu(small_mnist, tmp_path):
     """On images of MNIST, on a number of processes that does not divide 64."""
     flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--num-processes", 3)
@@ -102,9 +103,9 @@ NUM_VALIDATED = 103  # articles, which cannot be divided among 2 processes, nor 
 
 @pytest.fixture(scope="module")
 def trained_t5(tmp_path_factory):
-    """The folder after a tenth of the bare command, which says what runs."""
+    """The folder after a small part of the bare command, which says what runs."""
     folder = tmp_path_factory.mktemp("t5")
-    flags = ("--num-train-samples", 800, "--epochs", 1, "--global-batch-size", 16, "--lr", 3e-3, "--precision", "fp32")
+    flags = ("--num-train-samples", 480, "--epochs", 1, "--global-batch-size", 16, "--lr", 3e-3, "--precision", "fp32")
     flags += ("--num-validation-samples", NUM_VALIDATED, "--max-target-length", 40, "--output-dir", folder)
     printed = succeed("t5_fsdp.py", *flags).stdout
     size = AutoModelForSeq2SeqLM.from_pretrained(folder / "best").num_parameters()
