@@ -32,9 +32,10 @@ def torchrun_command(processes, script, flags):
 
 
 # ---- MNIST: both halves ----------------------------------------------------------------------------------------------
-def test_both_halves_of_mnist_stand_side_by_side(tmp_path):
+def test_both_halves_of_mnist_stand_side_by_side(small_mnist, tmp_path):
     """`python mnist_fsdp.py` with fewer images in smaller batches: a process holds half of the state."""
-    flags = ("--model", "shallow", "--global-batch-size", 16, "--lr", 0.003)
+    flags = ("--model", "shallow", "--dataset", "mnist", "--data-dir", small_mnist, "--global-batch-size", 16)
+    flags = (*flags, "--epochs", 1)
     flags = (*flags, "--min-num-params", 10_000_000)  # one unit: nothing of it may count as gathered
     finished = succeed("mnist_fsdp.py", *flags, "--save-model", "--output-dir", tmp_path)
     assert re.search(torchrun_command(2, "mnist_fsdp.py", flags), finished.stdout, re.MULTILINE)
