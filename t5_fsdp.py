@@ -405,12 +405,11 @@ def load_data(args, checkpoint) -> tuple:
         for articles in (train_set, validation_set)
     )
     targets = train_set["labels"][:]
-    num_tokens = sum(len(ids) for ids in targets)
-    unknown = sum(ids.count(tokenizer.unk_token_id) for ids in targets) / max(1, num_tokens)
+    num_tokens = sum(len(ids) - 1 for ids in targets)  # without EOS, which GPT-2 also calls unknown
+    unknown = sum(ids[:-1].count(tokenizer.unk_token_id) for ids in targets) / max(1, num_tokens)
     num_cut = sum(len(ids) >= args.max_target_length for ids in targets)
-    if (
-        unknown > 0.2
-    ):  # T5 makes one unknown token of a whole foreign word, and one known of its space
+    # T5 makes one unknown token of a whole foreign word, and a known one of the space before it.
+    if unknown > 0.2:
         raise common.UserError(
             f"the tokenizer of --model {args.model} does not know {unknown:.0%} of the summaries'"
             " tokens; choose a model for their language, such as google/mt5-small"
