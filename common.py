@@ -1,4 +1,4 @@
-"""What the training scripts share: processes, metrics, checkpoints, and the summarization data.
+"""What the training scripts share: processes, metrics, checkpoints and the summarization data.
 
 Copy this file together with a script. Everything about sharding is in the script.
 """
@@ -83,20 +83,20 @@ def add_run_flags(group):
     folder = Path("output", Path(sys.argv[0]).stem)
     optional = argparse.BooleanOptionalAction
     add("--num-processes", default=0, type=at_least(0), help="0: one per GPU, or two on a CPU")
-    add("--device", default="auto", help="auto: GPUs, if any; cpu; or by name: cuda, xpu")
-    add("--seed", default=1, type=at_least(0), help="of weights, data order and dropout")
-    add("--output-dir", default=folder, type=Path, help="use a new one for each run")
-    add("--save-model", default=True, action=optional, help="write the trained model")
+    add("--device", default="auto", help="auto (GPUs, if there are any), cpu, cuda or xpu")
+    add("--seed", default=1, type=at_least(0), help="for weights, data order and dropout")
+    add("--output-dir", default=folder, type=Path, help="use a new folder for each run")
+    add("--save-model", default=True, action=optional, help="save the trained model")
 
 
 def add_checkpoint_flags(group):
     add = group.add_argument
-    add("--log-every", default=25, type=at_least(1), help="steps between lines")
+    add("--log-every", default=25, type=at_least(1), help="steps between printed lines")
     add(
         "--checkpoint-every",
         default=0,
         type=at_least(0),
-        help="steps between checkpoints; 0: only when the run is stopped",
+        help="steps between checkpoints; 0: only when a signal stops the run",
     )
     add("--resume", action="store_true", help="continue from the newest checkpoint, if any")
 
@@ -132,11 +132,11 @@ def run(main, args):
                 return
         world = setup(device_type)
         if args.num_processes not in (0, world.local_size):
-            raise UserError(f"torchrun has started {world.local_size}: leave --num-processes out")
+            raise UserError(f"torchrun has started {world.local_size}: omit --num-processes")
         main(args, world)
     except (UserError, OSError) as error:  # OSError: files, disk, Hub
         fail(" ".join(str(error).split()), code=2)
-    except dcp.api.CheckpointException as error:  # the last line is the cause
+    except dcp.api.CheckpointException as error:  # its last line is the cause
         fail(f"cannot save or read a checkpoint: {str(error).splitlines()[-1]}", code=2)
     except KeyboardInterrupt:
         os._exit(130)
@@ -145,7 +145,7 @@ def run(main, args):
 
     # Free the model before the process group: otherwise Python may abort.
     gc.collect()
-    for worker in multiprocessing.active_children():  # or Python waits for one that reads
+    for worker in multiprocessing.active_children():  # otherwise Python waits for busy ones
         worker.kill()
     dist.destroy_process_group()
 
@@ -189,8 +189,8 @@ def find_device_type(name: str) -> str:
         found = "cpu"
     if name not in ("auto", "cpu", found):
         raise UserError(
-            f"--device {name}: torch {torch.__version__} finds none; install its build or use"
-            " --device cpu"
+            f"--device {name}: torch {torch.__version__} finds none; install a build with it,"
+            " or use --device cpu"
         )
     return found if name == "auto" else name
 
@@ -214,7 +214,7 @@ def setup(device_type: str) -> World:
     device = torch.device("cpu")
     backend = "gloo"
     if device_type != "cpu":
-        # More processes than GPUs share them, which NCCL 2.30 can allow.
+        # With more processes than GPUs, several share one. NCCL 2.30 can allow that.
         device = torch.device(device_type, local_rank % torch.accelerator.device_count())
         # Do this before starting the process group: otherwise every process opens device 0.
         torch.accelerator.set_device_index(device.index)
@@ -229,17 +229,17 @@ def setup(device_type: str) -> World:
 
 
 def first_on_node(world, make):
-    """Collective. Call `make()` in one process per node and send its result to the others, so that
-    only one downloads, tokenizes or asks the Hub. Rank 0 goes first: other nodes may share its
-    cache."""
-    made = make() if world.rank == 0 else None
+    """Collective. Call `make()` in one process per node and send the result to the others, so that
+    only one downloads, tokenizes or asks the Hub. Rank 0 goes first, because other nodes may share
+    its cache."""
+    result = make() if world.rank == 0 else None
     dist.barrier()
     if world.local_rank == 0:
         if world.rank != 0:
-            made = make()
-        for other in range(world.rank + 1, world.rank + world.local_size):
-            dist.send_object_list([made], dst=other)
-        return made
+            result = make()
+        for rank in range(world.rank + 1, world.rank + world.local_size):
+            dist.send_object_list([result], dst=rank)
+        return result
     received = [None]
     dist.recv_object_list(received, src=world.rank - world.local_rank)
     return received[0]
@@ -277,9 +277,9 @@ def choose_precision(name: str, device: torch.device) -> str:
 # Signals that stop a run: SIGTERM (from a cluster), SIGINT (Ctrl-C) and SIGHUP (closed terminal).
 # A signal that is already ignored, such as SIGHUP under nohup, stays ignored.
 STOPS = [
-    number
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    if signal.getsignal(number) != signal.SIG_IGN
+    signum
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if signal.getsignal(signum) != signal.SIG_IGN
 ]
 stops_received = []
 
@@ -287,38 +287,40 @@ stops_received = []
 def note_stops():
     """From now on, only note stop signals. The training loop then saves a checkpoint and ends."""
 
-    def note(number, _frame):
-        stops_received.append(number)
-        if number == signal.SIGINT and dist.get_world_size() == 1:
-            signal.signal(number, signal.default_int_handler)  # a second Ctrl-C quits
+    def note(signum, _frame):
+        stops_received.append(signum)
+        if signum == signal.SIGINT and dist.get_world_size() == 1:
+            signal.signal(signum, signal.default_int_handler)  # a second Ctrl-C quits
 
-    for number in STOPS:
-        signal.signal(number, note)
+    for signum in STOPS:
+        signal.signal(signum, note)
 
 
 def stop_on_any_rank() -> bool:
-    """Collective. Whether any rank has noted a stop. Runs on the CPU: the device keeps working."""
+    """Collective. Whether any rank has noted a stop. Does not make the host wait for the device."""
     count = torch.tensor(len(stops_received))
     dist.all_reduce(count)
     return count.item() > 0
 
 
 def protect_worker(_worker: int):
-    """Keep a DataLoader worker alive when a terminal or a cluster signals all processes, as the
-    current step still needs it. It ends together with the training process."""
-    for number in STOPS:
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":  # PR_SET_PDEATHSIG: even if that one is killed
+    """Make a DataLoader worker ignore stop signals, because the current step still needs it. It
+    ends together with the training process."""
+    for signum in STOPS:
+        signal.signal(signum, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG: Linux kills the worker when the training process ends, however it ends.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 # Options for DataLoaders with workers
 WORKERS = {
-    # Since Python 3.14 the default is a fork server, which would count as their parent.
+    # Python 3.14 would start workers from a fork server. Linux would then count that as their
+    # parent, instead of the training process.
     "multiprocessing_context": "fork" if sys.platform == "linux" else None,
     "worker_init_fn": protect_worker,
     # In seconds. A batch that does not fit into /dev/shm never arrives (in Docker, raise
-    # --shm-size). Shorter than TIMEOUT, so that this rank fails before those that wait for it.
+    # --shm-size). This is shorter than TIMEOUT, so that the error names the loader.
     "timeout": 1500,
 }
 
@@ -327,16 +329,16 @@ WORKERS = {
 
 
 def sum_over_ranks(values: torch.Tensor):
-    """Collective. Sum over all ranks and return Python numbers. Not for every step: the host waits
-    for the device."""
+    """Collective. Sum over all ranks and return Python numbers. Do not call it in every step: the
+    host waits for the device."""
     total = values.cpu().clone()  # .cpu() copies only from a device
     dist.all_reduce(total)
     return total.tolist()
 
 
 def describe_state(model, shards: int) -> str:
-    """Describe what each process will hold of a model, which may be on the meta device. With Adam,
-    each trained weight needs 12 more bytes: its gradient and two moments, in fp32."""
+    """Describe how much state each process will hold of a model, which may be on the meta device.
+    With Adam, each trained weight needs 12 more bytes: its gradient and two moments, in fp32."""
     count = 0
     trained = 0
     num_bytes = 0
@@ -348,7 +350,7 @@ def describe_state(model, shards: int) -> str:
     text = f"{count:,} parameters"
     if trained < count:
         text += f", {trained:,} trained"
-    return f"{text}, {num_bytes / shards / 2**30:.3f} GiB of state a process"
+    return f"{text}, {num_bytes / shards / 2**30:.3f} GiB of state per process"
 
 
 def state_gib(model, optimizer) -> float:
@@ -409,13 +411,13 @@ class Log:
 
     def print(self, text: str):
         if self.is_rank0:
-            # The terminal may be gone, or unable to show a letter: the run must still save.
+            # The terminal may be closed, or unable to print a character. The run must still save.
             with contextlib.suppress(OSError, UnicodeError), tqdm.external_write_mode():
                 print(text, flush=True)
 
     def write(self, record: dict):
-        """Append a record to the file. Call it on every rank and before saving: it stops the run if
-        a loss or a gradient is not finite."""
+        """Append a record to the file. Raises UserError if a loss or a gradient is not finite, so
+        call it on every rank, and before saving."""
         for name in ("loss", "val_loss", "grad_norm"):
             if not math.isfinite(record.get(name, 0)):
                 raise UserError(f"{name} is not finite; start again with a lower --lr")
@@ -438,7 +440,7 @@ class Log:
 # ---- Checkpoints -------------------------------------------------------------------------------
 
 
-STEP_FOLDERS = "checkpoints/step-" + 7 * "[0-9]"  # anything else there belongs to the user
+STEP_FOLDERS = "checkpoints/step-" + 7 * "[0-9]"  # other names there are the user's
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -451,17 +453,17 @@ def read_progress(checkpoint: Path) -> dict:
 
 
 def find_checkpoint(args, must_match: list[str], model_folder: Path) -> Path | None:
-    """Collective. The newest checkpoint in --output-dir, or None. Raises UserError if the run would
-    mix with an earlier one, or overwrite the model that it starts from.
+    """Collective. Return the newest checkpoint in --output-dir, or None. Raises UserError if the
+    run would mix with an earlier one, or overwrite the model that it starts from.
 
-    must_match: names of the flags that must have the values of the run that saved it.
+    must_match: names of the flags that must have the same values as in the run that saved it.
     """
     if args.save_model and model_folder.resolve() == Path(args.model).resolve():
         raise UserError("the trained model would replace --model; choose another --output-dir")
     newest = from_rank0([None, *checkpoints(args.output_dir)][-1])
     if newest is None:
         if args.resume and dist.get_rank() == 0:
-            print(f"resume   no checkpoint in {args.output_dir}: a new run", flush=True)
+            print(f"resume   no checkpoint in {args.output_dir}: starting a new run", flush=True)
         return None
 
     if not args.resume:
@@ -473,15 +475,15 @@ def find_checkpoint(args, must_match: list[str], model_folder: Path) -> Path | N
     for name in must_match:
         if settings.get(name) != getattr(args, name):
             raise UserError(
-                f"{newest} was made with --{name.replace('_', '-')} {settings.get(name)}; resume"
-                " with it, or choose another --output-dir"
+                f"{newest} was saved with --{name.replace('_', '-')} {settings.get(name)}; resume"
+                " with the same value, or choose another --output-dir"
             )
     return newest
 
 
 def check_data(checksum: int, checkpoint: Path | None):
-    """Collective. Raise UserError on every rank if nodes have different data, or if the data has
-    changed since the checkpoint."""
+    """Collective. Raises UserError if nodes have different data, or if the data has changed since
+    the checkpoint was saved."""
     checksums = [None] * dist.get_world_size()
     dist.all_gather_object(checksums, checksum)
     if len(set(checksums)) > 1:
@@ -491,16 +493,17 @@ def check_data(checksum: int, checkpoint: Path | None):
 
 
 def save_checkpoint(progress: dict, args, model, optimizer, tokenizer):
-    """Collective. Save `checkpoints/step-N`, each rank its own shards, and keep the newest two.
+    """Collective. Save `checkpoints/step-N` and delete all but the newest two. Each rank writes its
+    own shards.
 
     progress: `step`, `checksum` and anything else that JSON can hold; the same on all ranks.
     """
     path = args.output_dir / "checkpoints" / f"step-{progress['step']:07d}"
-    path.mkdir(parents=True, exist_ok=True)  # on every rank: dcp.save looks for it
+    path.mkdir(parents=True, exist_ok=True)  # on every rank, because dcp.save checks it
     if dist.get_rank() == 0:
         progress = progress | {"settings": vars(args)}
         (path / "progress.json").write_text(json.dumps(progress, default=str))
-        tokenizer.save_pretrained(path)  # a resumed run must not train another one
+        tokenizer.save_pretrained(path)  # so that a resumed run does not train another one
 
     weights, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path)
@@ -508,7 +511,7 @@ def save_checkpoint(progress: dict, args, model, optimizer, tokenizer):
     if dist.get_rank() == 0:
         keep = checkpoints(args.output_dir)[-2:]
         for other in set(args.output_dir.glob(STEP_FOLDERS)) - set(keep):
-            shutil.rmtree(other, ignore_errors=True)  # including half-written ones
+            shutil.rmtree(other, ignore_errors=True)  # also half-written ones
 
 
 def load_checkpoint(path: Path, model, optimizer) -> dict:
@@ -525,11 +528,11 @@ def load_tokenizer(name: str | Path):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except ValueError as error:  # asks for packages if files are missing
-        raise UserError(f"{name} has no tokenizer to read: {error}") from error
-    # Without files, transformers makes one that knows only special tokens (T5: and a space).
+    except ValueError as error:  # if files are missing, its text asks for packages
+        raise UserError(f"{name} has no tokenizer that can be read: {error}") from error
+    # Or transformers creates one with only special tokens (and, for T5, a space).
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
-        raise UserError(f"{name} has no tokenizer; save one there: tokenizer.save_pretrained()")
+        raise UserError(f"{name} has no tokenizer; save one there with tokenizer.save_pretrained")
     tokenizer.padding_side = "right"
     return tokenizer
 
@@ -545,10 +548,10 @@ def load_pretrained(kind, name: str, config):
 
 
 def untie(meta_model, full_model, world):
-    """Collective. Untie in `meta_model` whatever is not tied in rank 0's `full_model`.
+    """Collective. Untie the weights of `meta_model` that are not tied in rank 0's `full_model`.
 
-    transformers ties weights by the config, but a checkpoint can hold two different tensors:
-    the embedding and the output layer of FLAN-T5, for example.
+    transformers ties weights by the config, but a checkpoint can hold two different tensors, such
+    as the embedding and the output layer of FLAN-T5.
     """
     tied = None
     if world.rank == 0:
@@ -560,20 +563,21 @@ def untie(meta_model, full_model, world):
 
 
 def load_weights(model, full_model, world, offload: bool):
-    """Collective. Allocate a sharded model, which is on the meta device, and fill it from rank 0's
-    `full_model`. Each rank keeps its own shards."""
+    """Collective. Allocate a sharded model, which is on the meta device, and copy the weights of
+    rank 0's `full_model` into it. Each rank keeps its own shards."""
     model.to_empty(device="cpu" if offload else world.device)
     weights = full_model.state_dict() if world.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
-    # to_empty has also emptied the buffers, some of which are not in a state dict: the frequencies
-    # of rotary positions, for example. Nor are the settings of generate().
-    rest = None
+    # A state dict lacks some buffers, such as the frequencies of rotary positions, and the settings
+    # of generate().
+    full_buffers = None
     if world.rank == 0:
-        rest = (list(full_model.buffers()), full_model.generation_config)
-    full_buffers, model.generation_config = from_rank0(rest)
-    for buffer, full_buffer in zip(model.buffers(), full_buffers, strict=True):
+        full_buffers = list(full_model.buffers())
+        model.generation_config = full_model.generation_config
+    model.generation_config = from_rank0(model.generation_config)
+    for buffer, full_buffer in zip(model.buffers(), from_rank0(full_buffers), strict=True):
         buffer.data = full_buffer.to(world.device)
 
 
@@ -587,26 +591,27 @@ def export(model, meta_model, tokenizer, folder: Path, world):
     weights = get_model_state_dict(model, options=options)
 
     if world.rank == 0:
-        # Tied weights have several names. Save one of them.
-        kept = [*meta_model.named_parameters(), *meta_model.named_buffers()]
-        weights = {name: weights[name] for name, _ in kept if name in weights}
+        # A tied weight has several names. Save it under one of them.
+        unique = [*meta_model.named_parameters(), *meta_model.named_buffers()]
+        weights = {name: weights[name] for name, _ in unique if name in weights}
         meta_model.generation_config = model.generation_config
         # T5's config says true for every model, and other versions of transformers rely on it.
         head = meta_model.get_output_embeddings().weight
         meta_model.config.tie_word_embeddings = head is meta_model.get_input_embeddings().weight
-        partial = folder / ".partial"  # the old model stays until this one is complete
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        partial = folder / ".partial"  # keep the old model until this one is complete
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
         meta_model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
 
         for pattern in ("model[-.]*safetensors*", "adapter_model.*", "adapter_config.json"):
-            for file in folder.glob(pattern):  # of the old model
+            for file in folder.glob(pattern):  # the old model
                 file.unlink()
-        # Weights last: without them, a folder that is not complete loads as no model.
+        # Copy the weights last: without them, an incomplete folder does not load.
         ignore = shutil.ignore_patterns("*.safetensors")
         shutil.copytree(partial, folder, ignore=ignore, dirs_exist_ok=True)
         for file in partial.glob("*.safetensors"):
-            shutil.copymode(folder / "tokenizer_config.json", file)  # only its owner can read it
+            # safetensors makes files that only their owner can read.
+            shutil.copymode(folder / "tokenizer_config.json", file)
             file.replace(folder / file.name)
         shutil.rmtree(partial)
     dist.barrier()  # rank 0's disk may be slow
@@ -630,7 +635,7 @@ def train_tokenizer(texts, vocab_size: int, append_eos: bool):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
 
 
-# Built-in articles. The text only implies what is done, so a summary cannot be copied from it.
+# The built-in articles. Their texts only imply what is done, so a model cannot copy the summary.
 SENTENCES = {
     "Hold the {} under the tap until no soil is left.": "Wash",
     "Let a cold stream carry the dirt off the {}.": "Wash",
@@ -649,9 +654,9 @@ THINGS = "apples beans carrots mushrooms noodles onions pears potatoes spinach t
 ASIDES = ("There is no need to hurry.", "It may rain later.", "Experts disagree.")
 
 
-def builtin_article(number: int) -> dict:
-    """Make up an article with WikiHow's columns, the same on every machine."""
-    choose = random.Random(number)
+def builtin_article(index: int) -> dict:
+    """Make up an article with WikiHow's columns. It is the same on every machine."""
+    choose = random.Random(index)
     sentences = [choose.choice(ASIDES)]
     headlines = []
     for thing in choose.sample(THINGS, choose.randint(2, 3)):
@@ -659,31 +664,31 @@ def builtin_article(number: int) -> dict:
         sentences.append(sentence.format(thing))
         headlines.append(f"{SENTENCES[sentence]} the {thing}.")
     return {
-        "title": f"How to Spend Day {number} at Home",
+        "title": f"How to Spend Day {index} at Home",
         "text": " ".join(sentences),
         "headline": "\n".join(headlines),
     }
 
 
 def load_articles(name: str, text_column: str, summary_column: str, max_summary_share: float):
-    """Return two `datasets.Dataset` of texts and summaries: one to train on, and 5% to validate on.
+    """Return two `datasets.Dataset` of texts and summaries: 95% to train on and 5% to validate on.
 
-    name: builtin; files (.csv, .tsv, .json, .jsonl, .parquet); a folder; or NAME or NAME:CONFIG of
-    the Hub. Raises UserError if it holds no articles.
+    name: builtin; files (.csv, .tsv, .json, .jsonl, .parquet); a folder; or a Hub dataset, as NAME
+    or NAME:CONFIG. Raises UserError if it has no articles.
     """
     import datasets  # a slow import that the MNIST scripts do not need
     from datasets.packaged_modules.csv.csv import CsvConfig
     from pandas.errors import ParserWarning
 
-    # Nested on purpose: datasets caches results under a hash of the function. It hashes the code of
-    # a nested function, but only the name of one that could be imported.
+    # These functions are nested on purpose. datasets caches results under a hash of the function:
+    # of its code if it is nested, but only of its name if it could be imported.
     def clean(text, summary, title=None) -> dict:
         text = as_text(text)
         summary = as_text(summary)
         article = text
         if title is not None:
-            # WikiHow has stray commas (arXiv:1810.09305), and one row per method of an article:
-            # "Bake Bread1", "Bake Bread2".
+            # WikiHow has stray commas (arXiv:1810.09305). An article with two methods has two rows,
+            # "Bake Bread1" and "Bake Bread2".
             text = re.sub(r"(^|\n)\s*,", r"\1", text).strip()
             summary = re.sub(r"\s*,\s*(\n|$)", r"\1", summary).strip()
             article = re.sub(r"\d+$", "", title) or text
@@ -718,11 +723,11 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
                 with open(datasets.DownloadManager().download_and_extract(first)) as file:
                     header = file.readline()
                 source["sep"] = max(",;\t", key=header.count)
-                # Keep texts as they are written: 007 is not 7, and NA is not a missing value.
+                # Read texts as they are written: 007 is not 7, and NA is not a missing value.
                 source["converters"] = dict.fromkeys(range(1000), str)
                 source["keep_default_na"] = False
-                # A row with more fields than the header is an error, unless all of them just end
-                # with a delimiter.
+                # A row with more fields than the header is an error, unless all rows just end with
+                # a delimiter.
                 source["index_col"] = False
                 warnings.simplefilter("error", ParserWarning)
             rows = datasets.load_dataset(**source, split="train")
@@ -735,21 +740,20 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         kind = getattr(kind, "feature", kind)  # a list may hold the sentences
         if kind not in (datasets.Value("string"), datasets.Value("large_string")):
             raise UserError(f"--dataset {name} has no texts in column {column}: {rows.features}")
-    if set(rows.column_names) == {"title", "text", "headline"}:  # WikiHow's
+    if set(rows.column_names) == {"title", "text", "headline"}:  # the columns of WikiHow
         columns.append("title")
     articles = rows.map(clean, input_columns=columns, remove_columns=rows.column_names)
     articles = articles.filter(is_usable, input_columns=["text", "summary"])
 
-    # Sort by a hash of the article and hold out the first twentieth of its range. So the order of
-    # rows does not matter, and no article that was trained on is ever used for validation.
+    # Sort by a hash of the article and hold out the first twentieth of the hash's range. Then the
+    # order of rows does not matter, and added rows move no article to the other side.
     hashes = list(zip(articles["article_hash"][:], articles["content_hash"][:], strict=True))
     order = sorted(range(len(hashes)), key=hashes.__getitem__)
     smallest, _ = min(hashes, default=(0, 0))
     num_held_out = sum(hash <= max(smallest, 2**32 // 20) for hash, _ in hashes)
     if num_held_out == len(hashes):
         raise UserError(
-            f"--dataset {name} has too few rows with a text and a summary within"
-            " --max-summary-share"
+            f"--dataset {name} has too few rows with a text and a summary (see --max-summary-share)"
         )
     if dist.get_rank() == 0:
         print(f"dataset  {name}, {len(rows):,} rows, {len(articles):,} usable", flush=True)

@@ -1,29 +1,29 @@
 r"""How do I pretrain a language model on many nodes, and which sharding strategy do I pick?
 
-Pretrains a Llama on full sequences of text with FSDP2 (`fully_shard`), under each of FSDP's five
+Pretrains a Llama on full sequences of text with FSDP2 (`fully_shard`), under any of FSDP's five
 strategies. Without flags it needs no download: a tiny Llama learns Python's own reference.
 
-    python lm_multinode.py                  # one process for each GPU, or two on the CPU
+    python lm_multinode.py                  # one process per GPU, or two on a CPU
     python lm_multinode.py --num-processes 4 --compare-strategies --shards-per-replica 2
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 \
         --rdzv_backend c10d --rdzv_endpoint HEAD:29500 --max-restarts 3 lm_multinode.py \
-        --model 150m --dataset c4 --tokenizer mistralai/Mistral-7B-v0.1 \
+        --model 150m --dataset c4 --tokenizer TinyLlama/TinyLlama_v1.1 \
         --sharding-strategy _HYBRID_SHARD_ZERO2 --micro-batch-size 8 --global-batch-size 128 \
         --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \
         --validate-every 1000 --checkpoint-every 500 --resume --compile \
-        --output-dir /SHARED/run1           # on every node; /SHARED is a folder that all share
+        --output-dir /SHARED/run1   # on every node; /SHARED is a folder that all nodes see
 
 Follows "Run Torch FSDP"
 (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example). The last command
-mixes two sources: the batch of 128 is that of this page, while learning rate, warm-up and steps are
-OpenDiLoCo's (arXiv:2407.07852), which has a batch of 512. Nobody has run them together. The `150m`
-has 149 million parameters in its layers, and 215 million with the vocabulary of that tokenizer.
+mixes two sources: the batch of 128 is from that page, while learning rate, warm-up and steps are
+from OpenDiLoCo (arXiv:2407.07852), which uses a batch of 512. Nobody has tried them together. The
+`150m` has 149 million parameters in its layers, and 215 million with a vocabulary of 32,000.
 
-Where it departs: texts are packed into full sequences (its code pads each to 1,024 tokens), the
-global batch is that of all processes, gradients are sent after the last micro-batch (its code, by
-mistake, sends them after each but the last), every decoder layer is sharded by itself (not the
-model as a whole), the learning rate has a schedule, and the strategies, which have FSDP1's names,
-are made with FSDP2 (t5_fsdp.py has both versions).
+Where it departs from the page: texts are packed into full sequences (its code pads each text to
+1,024 tokens). The global batch is that of all processes. Gradients are sent after the last
+micro-batch (a mistake makes its code send them after each but the last). Each decoder layer is a
+unit (its code shards the model as a whole). The learning rate has a schedule. The strategies keep
+FSDP1's names, but use FSDP2 (t5_fsdp.py has both versions).
 """
 
 import copy
@@ -73,15 +73,15 @@ import common
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
 
-# PyTorch's attention under a name of our own, for which transformers builds no mask. Packed
-# sequences have no padding, and without a mask this attention is causal, which is all they need.
-# Under its usual name, transformers would read the positions on the host to decide about a mask.
+# PyTorch's attention (SDPA) under our own name, so that transformers builds no mask. Packed
+# sequences have no padding. Without a mask SDPA is causal, which is all they need. Under its usual
+# name, transformers would read the positions on the host to decide whether it needs a mask.
 ATTENTION = "causal_sdpa"
 
 
 def causal_sdpa(module, query, key, value, attention_mask, **options):
-    if attention_mask is not None:  # which need not be causal
-        raise common.UserError("--model makes an attention mask of its own, as Doge does")
+    if attention_mask is not None:  # one of the model's own, which may not be causal
+        raise common.UserError("--model builds its own attention mask, which does not work here")
     return sdpa_attention_forward(module, query, key, value, None, **options)
 
 
@@ -89,34 +89,34 @@ AttentionInterface.register(ATTENTION, causal_sdpa)
 
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
-# FSDP gathers and frees parameters in groups, called units. Each decoder layer is a unit, and so
-# are the embedding and the output layer, unless they share their weights. Everything else is in the
-# root unit.
+# FSDP gathers and frees parameters in groups, called units. Each decoder layer is a unit. The
+# embedding and the output layer are units, too, unless they share their weights. Everything else is
+# in the root unit.
 
-# The dtype for gathering parameters and computing. Gradients are always reduced in fp32, because
-# sums over many processes lose small numbers in bf16. The optimizer's shards are fp32, too.
+# The dtype for gathering parameters and computing. Gradients are always reduced in fp32, because a
+# bf16 sum over many processes loses small values. The optimizer's shards are fp32, too.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# FSDP2 has no strategies: each of FSDP1's is a mesh (see mesh_shape) and one boolean,
+# FSDP2 has no strategies. Each of FSDP1's is a mesh (see mesh_shape) and one boolean,
 # reshard_after_forward. True frees the layers' parameters after forward and gathers them again for
-# backward. Roughly, the strategies with the least memory per process come first. docs/multi-node.md
-# lists what each of them sends.
+# backward. The strategies are sorted by memory per process, roughly from low to high.
+# docs/multi-node.md lists what each of them sends.
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for each forward and each backward
-    "HYBRID_SHARD": True,  # ZeRO-3 in each replica, most often a node; replicas share gradients
-    "SHARD_GRAD_OP": False,  # ZeRO-2: parameters are gathered once a step
-    "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 in each replica; replicas share gradients
-    "NO_SHARD": False,  # DDP: every process has the whole model; all share gradients
+    "HYBRID_SHARD": True,  # ZeRO-3 inside each replica, usually a node; replicas sum gradients
+    "SHARD_GRAD_OP": False,  # ZeRO-2: parameters are gathered once per step
+    "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 inside each replica; replicas sum gradients
+    "NO_SHARD": False,  # DDP: every process has the whole model; all sum gradients
 }
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 def shard(args, world, full_model, meta_model) -> nn.Module:
-    """Collective: every rank must call it. Return a copy of the model whose parameters are
-    DTensors, of which each process holds a shard.
+    """Collective: every rank must call it. Return a sharded copy of the model. Its parameters are
+    DTensors, and each rank holds a shard of every one.
 
-    full_model: rank 0's, with the weights. meta_model: shapes only, so that the whole model need
-    not fit a device.
+    full_model: the model with its weights, on rank 0 only. meta_model: the same model with shapes
+    only, so that no device has to hold the whole model.
     """
     model = copy.deepcopy(meta_model)
     layers = prepare_layers(args, model)
@@ -155,7 +155,7 @@ def make_mesh(device_type: str, replicas: int, shards: int):
 
 
 def mesh_shape(args, world) -> tuple[int, int]:
-    """The number of replicas of the model, and of processes over which each is sharded."""
+    """Return the number of replicas of the model, and the number of shards of each replica."""
     if args.sharding_strategy == "NO_SHARD":
         return world.size, 1
     if args.sharding_strategy not in HYBRIDS:
@@ -171,18 +171,18 @@ def mesh_shape(args, world) -> tuple[int, int]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, which become units: the modules that transformers never splits over devices. In
-    Zamba some are nested, and in BERT one holds the embedding. Both are left out."""
+    """Return the layers, which become units: the modules that transformers never splits over
+    devices. Leaves out layers inside layers (Zamba) and one with the embedding in it (BERT)."""
     names = model._no_split_modules or ()
     embedding = model.get_input_embeddings()
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    inner = {module for layer in layers for module in layer.children()}
-    return [layer for layer in layers if layer not in inner and embedding not in layer.modules()]
+    nested = {module for layer in layers for module in layer.children()}
+    return [layer for layer in layers if layer not in nested and embedding not in layer.modules()]
 
 
 def embedding_and_head(model: nn.Module) -> list[nn.Module]:
-    """Two more units, which are gathered and reduced while the layers compute. None if they share
-    their weights."""
+    """Return two more units, which are gathered and reduced while the layers compute. If they share
+    their weights, return none: these are in the root unit."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     return [] if head.weight is embedding.weight else [embedding, head]
@@ -198,14 +198,14 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         cross_entropy.compile()  # then it makes no fp32 copy of the logits
 
     if args.activation_checkpointing:
-        # From now on these wrappers are the units.
+        # From here on, the wrappers are the units.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
         return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     return layers
 
 
 def build(args, world, full_model, meta_model):
-    """Collective. The sharded model and its optimizer, which must be created from the shards."""
+    """Collective. Return the sharded model and its optimizer, which must get the shards."""
     model = shard(args, world, full_model, meta_model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -216,31 +216,31 @@ def build(args, world, full_model, meta_model):
 
 
 def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective. One step of the optimizer. `micro_batches` are this rank's part of the global
+    """Collective. Make one optimizer step. `micro_batches` are this rank's part of the global
     batch.
 
-    Returns this rank's summed loss and the gradient norm, as tensors: reading their values would
-    make the host wait for the device.
+    Returns this rank's summed loss and the gradient norm as tensors, because reading their values
+    would make the host wait for the device.
     """
     global_targets = args.global_batch_size * args.seq_length
     replicas, _ = mesh_shape(args, world)
     loss_sum = torch.zeros((), device=world.device)
     optimizer.zero_grad()
-    for number, micro_batch in enumerate(micro_batches, start=1):
-        is_last = number == len(micro_batches)
+    for index, micro_batch in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
 
         if args.sharding_strategy in HYBRIDS and replicas > 1:
-            # Within a replica, always reduce gradients to shards. Between replicas, sum these
-            # shards only after the last micro-batch.
+            # Inside a replica, reduce gradients to shards after every micro-batch. Between
+            # replicas, sum these shards only after the last one.
             model.set_requires_all_reduce(is_last)
         else:
-            # Gradients that are not reduced yet are those of the whole model.
+            # Until they are reduced, every rank holds gradients of the whole model.
             model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
         # Under ZeRO-2, parameters stay gathered until the last micro-batch.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss, balance = summed_loss(model, micro_batch)
-        # FSDP divides gradients by the number of ranks. Undo that and divide by the number of all
-        # targets: the gradient of the mean over the global batch, as in one process.
+        # FSDP divides gradients by the number of ranks. Undo that, and divide by the number of
+        # targets on all ranks: the gradient of the mean over the global batch, as in one process.
         ((loss + balance) * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -250,12 +250,12 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
 
 
 def summed_loss(model: nn.Module, batch: dict) -> tuple:
-    """Collective, like every forward of a sharded model. Cross-entropy, summed over all targets
-    that are not -100; and what to add in training so that a model with experts uses all of them,
-    if its config has `output_router_logits`."""
+    """Collective, like every forward of a sharded model. Return the cross-entropy, summed over all
+    targets that are not -100, and a balancing loss to add in training. A model with experts has
+    one if its config sets `output_router_logits`; it keeps all experts in use."""
     output = model(input_ids=batch["input_ids"], use_cache=False)
     balance = 0.0
-    if getattr(output, "aux_loss", None) is not None:  # a mean
+    if getattr(output, "aux_loss", None) is not None:  # a mean over the targets
         num_targets = (batch["labels"] != -100).sum()
         balance = model.config.router_aux_loss_coef * output.aux_loss * num_targets
     return cross_entropy(output.logits, batch["labels"]), balance
@@ -274,7 +274,7 @@ cross_entropy = CrossEntropy()
 # ---- Model and data ----------------------------------------------------------------------------
 
 # Llamas that --model trains from random weights: width, feed-forward width, layers, heads and
-# key-value heads. The tokenizer decides about the vocabulary.
+# key-value heads. Add a row for your own size. The vocabulary is the tokenizer's.
 MODELS = {
     "tiny": (128, 352, 2, 4, 4),
     "150m": (1024, 2688, 12, 16, 16),  # PrimeIntellect/llama-150m-fresh
@@ -292,7 +292,7 @@ def load_model(args, config) -> nn.Module:
 
 
 def make_meta_model(config) -> nn.Module:
-    """The model on the meta device, which has shapes but no memory."""
+    """Return the model on the meta device, where tensors have shapes but no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -322,41 +322,44 @@ def load_config(args, tokenizer) -> PretrainedConfig:
     text_config = config.get_text_config()
     if text_config is not config:
         raise common.UserError(
-            f"--model {args.model} has other parts beside text: take one of type"
+            f"--model {args.model} is not only a text model; use one of type"
             f" {text_config.model_type}"
         )
     try:
         model = make_meta_model(config)
     except (ValueError, KeyError, NotImplementedError, ImportError) as error:
         raise common.UserError(
-            f"--model {args.model}: transformers does not run it with SDPA: {error}"
+            f"--model {args.model}: transformers cannot run it with SDPA: {error}"
         ) from error
 
     reason = None
     if not layers_of(model):
-        reason = "has no layers to shard: transformers does not name them"
+        reason = "cannot be sharded: transformers does not name its layers"
     elif not all(getattr(module, "is_causal", True) for module in model.modules()):
-        reason = "also looks at later tokens: it is no causal language model"
+        reason = "is not a causal language model: it also sees later tokens"
     elif hasattr(config, "index_topk"):  # DeepSeek V3.2, GLM-5
-        reason = "chooses the tokens that it attends to, for which SDPA has no way"
+        reason = "selects the tokens that it attends to, which SDPA cannot do"
     elif getattr(config, "attn_logit_softcapping", None):  # older transformers ignore the cap
-        reason = "caps the scores of attention, for which SDPA has no way"
+        reason = "caps its attention scores, which SDPA cannot do"
     # ATTENTION ignores sliding windows, so a sequence must fit into one.
     limits = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
     longest = min(getattr(config, name, None) or math.inf for name in limits)
     if args.seq_length > longest:
-        reason = f"takes a --seq-length of {longest} at most"
-    # Among added tokens, only EOS is used. Gemma 3's embedding has no row for its image token.
+        reason = f"allows a --seq-length of {longest} at most"
+    # The only added token that texts contain is EOS. Others may lack a row in the embedding, as the
+    # image token of Gemma 3 does.
     num_tokens = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
     if num_tokens > config.vocab_size:
-        reason = f"knows {config.vocab_size} tokens, and the tokenizer has {num_tokens}"
+        reason = (
+            f"has a vocabulary of {config.vocab_size}, but the tokenizer has {num_tokens} tokens"
+        )
     if reason:
         raise common.UserError(f"--model {args.model} {reason}")
     return config
 
 
 def load_data(args, checkpoint: Path | None) -> tuple:
-    """Return the texts, the sequences to validate on, and the tokenizer."""
+    """Return the texts, the sequences to validate on and the tokenizer."""
     texts = Texts(args)
     to_train, held_out = first_texts(args, texts)
 
@@ -367,7 +370,7 @@ def load_data(args, checkpoint: Path | None) -> tuple:
     else:
         tokenizer = common.train_tokenizer(to_train, vocab_size=2048, append_eos=False)
     if tokenizer.eos_token_id is None:
-        raise common.UserError("the tokenizer has no EOS token, which ends each text")
+        raise common.UserError("the tokenizer has no EOS token to end texts with")
 
     validation_set = default_convert(pack(tokenize(held_out, tokenizer), args.seq_length))
     if len(validation_set["labels"]) == 0:
@@ -375,26 +378,26 @@ def load_data(args, checkpoint: Path | None) -> tuple:
             f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or"
             " a lower --seq-length"
         )
-    # Pack blocks of so many texts that they fill about 64 sequences.
+    # Texts are packed in blocks. Choose the block size so that a block fills about 64 sequences.
     sample = to_train[::10]
     tokens_per_text = sum(map(len, tokenize(sample, tokenizer))) / len(sample)
     texts.block_size = math.ceil(64 * args.seq_length / tokens_per_text)
-    # If texts are few, have so few streams that none is empty.
+    # With few texts, use fewer streams, so that none is empty.
     texts.max_streams = min(8, len(set(to_train)) // 12)
-    # It tells whether the data is the same on all nodes, and after a resume.
+    # The checksum shows whether the data is the same on all nodes, and after a resume.
     content = [[Path(path).name for path in texts.paths], texts.sizes, to_train]
     texts.checksum = zlib.crc32(repr(content).encode())
     return texts, validation_set, tokenizer
 
 
 class Texts:
-    """The files of --dataset, and their reader. Raises UserError if it cannot be read."""
+    """The files of --dataset and their reader. Raises UserError if they cannot be read."""
 
     def __init__(self, args):
         self.column = args.text_column
-        self.builder = None  # for Python's own reference
+        self.builder = None  # the built-in texts need none
         self.paths = [args.dataset]
-        self.sizes = [1]  # in bytes, of files on this disk
+        self.sizes = [1]  # in bytes; 1 for files that are not on this disk
         if args.dataset == "builtin":
             return
 
@@ -416,16 +419,16 @@ class Texts:
             raise common.UserError(
                 f"--dataset {name} has no column {self.column}, but {', '.join(first_row)}"
             )
-        self.builder.config.columns = [self.column]  # of .parquet files
+        self.builder.config.columns = [self.column]  # what to read of .parquet files
         self.sizes = [os.path.getsize(path) if os.path.exists(path) else 1 for path in self.paths]
 
     def open(self, paths: list[str], is_wanted=bool) -> datasets.IterableDataset:
-        """Stream the wanted texts of some of the files: by default all that are not empty. Raises
-        UserError if the column holds anything but text."""
+        """Stream the texts of some files: those that are wanted and not empty. Raises UserError if
+        the column holds anything but text."""
 
         def are_wanted(table: pa.Table) -> list[bool]:
             [column] = table.columns
-            # Where types are mixed, datasets has turned every text into JSON.
+            # If a column has several types, datasets has converted its values to JSON.
             if column.type not in (pa.string(), pa.large_string(), pa.null()):
                 raise common.UserError(f"--text-column: {self.column} holds {column.type}")
             texts = column.to_pylist()
@@ -436,7 +439,7 @@ class Texts:
         else:
             self.builder.config.data_files = {"train": paths}
             rows = self.builder.as_streaming_dataset(split="train")
-            # datasets would require the columns and types of the first rows everywhere.
+            # Otherwise datasets requires the columns and types of the first rows in every file.
             self.builder.info.features = None
             rows.info.features = None
         tables = rows.select_columns([self.column]).with_format("arrow")
@@ -452,19 +455,19 @@ def builtin_texts() -> list[str]:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a text is among the 5% to validate on. Only its content decides."""
+    """Whether a text is one of the 5% to validate on. This depends only on its content."""
     return zlib.crc32(text.encode()) % 20 == 0
 
 
 def first_texts(args, texts: Texts) -> tuple[list[str], list[str]]:
-    """Return 2,000 texts to train on, and --num-validation-texts held-out ones, if there are so
-    many. They come from ten files in turn, because files often differ in kind."""
+    """Return at most 2,000 texts to train on and --num-validation-texts held-out ones. They come
+    from ten files in turn, because files often differ in content."""
     paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))
     to_train = []
     held_out = []
     readers = [texts.open(paths[first::10]) for first in range(min(10, len(paths)))]
     for row in itertools.chain.from_iterable(itertools.zip_longest(*readers)):
-        if row is None:  # this reader has no more
+        if row is None:  # this reader has ended
             continue
         text = row[texts.column]
         side = held_out if is_held_out(text) else to_train
@@ -480,7 +483,7 @@ def first_texts(args, texts: Texts) -> tuple[list[str], list[str]]:
 
 
 def tokenize(texts: list[str], tokenizer) -> list[list[int]]:
-    """Token ids, with the special tokens that the tokenizer adds to a text, and EOS at the end."""
+    """Return token ids, with the special tokens that the tokenizer adds, and EOS at the end."""
     # split_special_tokens: "</s>" in a text is not an EOS
     token_lists = tokenizer(texts, split_special_tokens=True, verbose=False)["input_ids"]
     for tokens in token_lists:
@@ -501,30 +504,31 @@ def pack(token_lists: list[list[int]], length: int) -> dict:
     }
 
 
-def make_stream(args, texts: Texts, tokenizer, number: int, num_streams: int):
-    """Sequences of stream `number`, pass after pass, as a `datasets.IterableDataset`. Its
-    `state_dict()` is the position in the data."""
-    # Streams form groups. Each group has its own files, if they are equivalent to eight equal ones
-    # or more. The streams of a group read the same files, and a hash divides the texts among them.
+def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
+    """Return stream `index` as a `datasets.IterableDataset`. It yields sequences without end, and
+    its `state_dict()` is its position in the data."""
+    # The streams form groups, and every group has its own files. Make as many groups as possible,
+    # but so that each has at least eight times the data of the largest file. The streams of a group
+    # read the same files, and a hash divides the texts among them.
     num_groups = 1
     for count in range(2, num_streams + 1):
         if num_streams % count == 0 and sum(texts.sizes) >= 8 * count * max(texts.sizes):
             num_groups = count
     streams_per_group = num_streams // num_groups
-    place_in_group, group = divmod(number, num_groups)
+    index_in_group, group = divmod(index, num_groups)
     paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))[group::num_groups]
-    random.Random(number).shuffle(paths)  # so that a step mixes different files
+    random.Random(index).shuffle(paths)  # so that a step mixes different files
 
     def is_mine(text: str) -> bool:
-        is_my_part = zlib.crc32(text.encode()) // 20 % streams_per_group == place_in_group
+        is_my_part = zlib.crc32(text.encode()) // 20 % streams_per_group == index_in_group
         return is_my_part and not is_held_out(text)
 
-    def pack_block(block: list[str], numbers: list[int]) -> dict:
+    def pack_block(block: list[str], text_indices: list[int]) -> dict:
         token_lists = tokenize(block, tokenizer)
-        random.Random(hash((args.seed, number, numbers[0]))).shuffle(token_lists)
+        random.Random(hash((args.seed, index, text_indices[0]))).shuffle(token_lists)
         return pack(token_lists, args.seq_length)
 
-    # Repeat before packing: the next pass then has other blocks, in another order.
+    # Repeat before packing: then each pass has different blocks, in a different order.
     my_texts = texts.open(paths, is_mine).repeat(None)
     return my_texts.map(
         pack_block,
@@ -539,24 +543,26 @@ def make_stream(args, texts: Texts, tokenizer, number: int, num_streams: int):
 class Steps(IterableDataset):
     """Yields the sequences of this rank for one step, and the positions of its streams after it.
 
-    A step takes equally many sequences from every stream, and the ranks divide the streams. So a
-    step is the same on any number of processes, and a run can continue with more or fewer.
+    A step takes the same number of sequences from every stream, and the ranks divide the streams
+    among them. So a step is the same on any number of processes, and a run can resume on more or
+    fewer.
     """
 
     def __init__(self, args, world, texts: Texts, tokenizer, positions: list[dict] | None):
         if positions:
             num_streams = len(positions)
         else:
-            # As many as the ranks divide, at most eight: each stream reads the files of its group.
+            # As many as possible, so that a resumed run can have more processes. But at most eight,
+            # or one per rank, because every stream reads all files of its group.
             most = max(world.size, texts.max_streams)
             counts = range(world.size, most + 1, world.size)
             num_streams = max(count for count in counts if args.global_batch_size % count == 0)
         if num_streams % world.size != 0:
             raise common.UserError(
                 f"{world.size} processes cannot divide the {num_streams} streams of texts that the"
-                " run began with"
+                f" run began with; resume on a number that divides {num_streams}"
             )
-        self.num_sequences = args.global_batch_size // num_streams  # of a stream in a step
+        self.num_sequences = args.global_batch_size // num_streams  # per stream and step
         self.streams_of_rank = range(world.rank, num_streams, world.size)
         self.positions = positions
         self.make_stream = functools.partial(
@@ -565,10 +571,10 @@ class Steps(IterableDataset):
 
     def __iter__(self):
         streams = []
-        for number in self.streams_of_rank:
-            stream = self.make_stream(number)
+        for index in self.streams_of_rank:
+            stream = self.make_stream(index)
             if self.positions:
-                stream.load_state_dict(self.positions[number])
+                stream.load_state_dict(self.positions[index])
             streams.append(stream)
         iterators = [iter(stream) for stream in streams]
         while True:
@@ -584,7 +590,7 @@ def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] 
     """Yield this rank's micro-batches of each step, on its device, and the positions of its streams
     after the step. A worker process packs ahead.
 
-    positions: those of all streams, from which to continue.
+    positions: of all streams, to continue from; None: begin.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise a forked worker hangs
     loader = DataLoader(
@@ -606,7 +612,7 @@ def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] 
 
 
 def gather_positions(world, positions: list[dict]) -> list[dict]:
-    """Collective. The positions of all streams, given those of this rank."""
+    """Collective. Return the positions of all streams, given those of this rank."""
     gathered = [None] * world.size
     dist.all_gather_object(gathered, positions)
     # Rank 0 has streams 0, n, 2n, ..., rank 1 has streams 1, n + 1, ...
@@ -616,16 +622,16 @@ def gather_positions(world, positions: list[dict]) -> list[dict]:
 @torch.no_grad()
 def validate(args, world, model, sequences: dict, log, step: int):
     """Collective. Print the mean loss over all held-out sequences."""
-    # Every rank must take part in every forward, and --compile needs one graph if all batches have
-    # the same size. So pad with the first sequences, which then do not count.
+    # Every rank must take part in every forward. And if all batches have the same size, --compile
+    # makes only one graph. So fill up with the first sequences, which do not count again.
     count = len(sequences["labels"])
-    of_all_ranks = args.micro_batch_size * world.size
-    padded = math.ceil(count / of_all_ranks) * of_all_ranks
-    numbers = torch.arange(world.rank, padded, world.size).split(args.micro_batch_size)
+    num_at_once = args.micro_batch_size * world.size
+    padded = math.ceil(count / num_at_once) * num_at_once
+    parts = torch.arange(world.rank, padded, world.size).split(args.micro_batch_size)
 
     model.eval()
     totals = torch.zeros(2, device=world.device)  # summed loss, targets
-    for part in log.bar(numbers, "validate", len(numbers)):
+    for part in log.bar(parts, "validate", len(parts)):
         batch = {name: rows[part % count] for name, rows in sequences.items()}  # copies
         batch["labels"][part >= count] = -100
         batch = {name: rows.to(world.device) for name, rows in batch.items()}
@@ -644,11 +650,11 @@ def validate(args, world, model, sequences: dict, log, step: int):
 
 
 def mfu_per_token_per_second(args, world, meta_model) -> float:
-    """MFU (Model FLOPs Utilization) divided by tokens/s: the FLOPs of a token over the peak FLOP/s
-    of all GPUs. 0 if either is unknown.
+    """Return MFU (Model FLOPs Utilization) divided by tokens/s: the FLOPs of one token over the
+    peak FLOP/s of all GPUs. 0 if either is unknown.
 
     As in appendix B of PaLM (arXiv:2204.02311), backward costs twice as much as forward. PyTorch
-    counts the FLOPs of forward on shapes; experts count if a token uses them.
+    counts the FLOPs of forward by shapes. An expert counts if a token uses it.
     """
     if args.peak_tflops == 0:
         return 0.0
@@ -659,14 +665,14 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     try:
         with FlopCounterMode(display=False) as counter:
             model(input_ids=tokens, use_cache=False)
-    except RuntimeError:  # a few models read values, which meta tensors lack
+    except RuntimeError:  # a few models read values, which meta tensors do not have
         return 0.0
     flops_per_token = 3 * counter.get_total_flops() / args.seq_length
     return flops_per_token / (args.peak_tflops * 1e12 * world.size)
 
 
 def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed: float):
-    """Collective. Time a few steps under each strategy, with this model on these machines."""
+    """Collective. Time a few training steps under each strategy, with this model on these GPUs."""
     for strategy in RESHARD:
         args.sharding_strategy = strategy
         common.reset_peak(world.device)
@@ -678,7 +684,7 @@ def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_
             loss_sum, _ = train_step(args, world, model, optimizer, micro_batches)
             loss_sum.item()  # waits for the device
             times.append(time.perf_counter() - start)
-        seconds = statistics.median(times[2:])  # the first two allocate, compile and fill queues
+        seconds = statistics.median(times[2:])  # the first two also allocate and compile
 
         speed = args.global_batch_size * args.seq_length / seconds
         record = {
@@ -698,15 +704,16 @@ def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# These flags choose the data of a step, so --resume requires them to be the same.
-# The optimizer's state holds its weight decay.
+# --resume requires these flags to be the same. They choose the data of a step, but for
+# weight_decay, which the optimizer's state contains.
 MUST_MATCH = (
     "model dataset text_column tokenizer seq_length global_batch_size seed weight_decay"
 ).split()
 
 
 def learning_rate(args, step: int) -> float:
-    """Linear warm-up, then cosine decay to a tenth. `step` counts from 1."""
+    """Return a rate that warms up linearly, then decays by a cosine to a tenth. `step` counts
+    from 1."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
     done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
@@ -717,55 +724,76 @@ def parse_args():
     parser = common.make_parser(__doc__)
     at_least_0 = common.at_least(0)
     at_least_1 = common.at_least(1)
-    number = common.at_least(0, float)
+    at_least_0_float = common.at_least(0, float)
 
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="tiny", help="tiny, 150m, 1b, 7b; or pretrained: a Hub name, a folder")
-    add("--dataset", default="builtin", help="builtin; c4; Hub; .txt, .jsonl[.gz], .parquet")
-    add("--text-column", default="text", help="of the dataset")
+    add("--model", default="tiny", help="tiny, 150m, 1b, 7b; or pretrained: Hub name or folder")
+    add(
+        "--dataset",
+        default="builtin",
+        help="builtin; c4; files (.txt, .json, .jsonl, .parquet, also packed); folder; Hub name",
+    )
+    add("--text-column", default="text", help="column with the texts")
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
-    add("--num-validation-texts", default=500, type=at_least_1, help="at most, held out")
+    add("--num-validation-texts", default=500, type=at_least_1, help="texts held out, at most")
     add("--seq-length", default=128, type=at_least_1, help="tokens in a sequence")
 
     add = parser.add_argument_group("training").add_argument
-    add("--max-steps", default=500, type=at_least_1, help="steps of the optimizer")
-    add("--micro-batch-size", default=4, type=at_least_1, help="at most, in a process at once")
+    add("--max-steps", default=500, type=at_least_1, help="optimizer steps")
+    add(
+        "--micro-batch-size", default=4, type=at_least_1, help="sequences on a GPU at once, at most"
+    )
     add(
         "--global-batch-size",
         default=0,
         type=at_least_0,
-        help="sequences in a step; 0: the first multiple of the number of processes from 16 on",
+        help="sequences in a step, over all GPUs; 0: 16, or the next multiple of the processes",
     )
     add(
         "--lr",
         default=0.0,
-        type=number,
-        help="the highest; 0: 5e-3 for tiny, 4e-4 for 150m, 1b, 7b; 2e-5 for a pretrained model",
+        type=at_least_0_float,
+        help="peak learning rate; 0: 5e-3 for tiny, 4e-4 for 150m, 1b, 7b, 2e-5 if pretrained",
     )
-    add("--warmup-steps", default=20, type=at_least_0, help="steps to the highest learning rate")
-    add("--weight-decay", default=0.1, type=number, help="of matrices: not of biases and norms")
+    add("--warmup-steps", default=20, type=at_least_0, help="steps up to the peak learning rate")
+    add(
+        "--weight-decay",
+        default=0.1,
+        type=at_least_0_float,
+        help="for matrices; biases and norms have none",
+    )
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="see the README")
-    add("--shards-per-replica", default=0, type=at_least_0, help="hybrids; 0: processes of a node")
+    add(
+        "--shards-per-replica",
+        default=0,
+        type=at_least_0,
+        help="for the hybrids; 0: the processes of a node",
+    )
     add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
-    add("--compile", **switch, help="torch.compile each layer, and the loss: a slow start")
+    add("--compile", **switch, help="torch.compile layers and loss: faster after a slow start")
     add(
         "--gradient-sync",
         default="last",
         choices=("last", "every"),
-        help="the micro-batches of a step that reduce gradients; every: less memory, more to send",
+        help="after which micro-batch to reduce gradients; every: less memory, more traffic",
     )
 
     group = parser.add_argument_group("processes and output")
     common.add_run_flags(group)
     common.add_checkpoint_flags(group)
     add = group.add_argument
-    add("--compare-strategies", **switch, help="time each strategy, and end")
-    add("--peak-tflops", default=0.0, type=number, help="of a GPU in bf16 (H100: 989); prints MFU")
+    add("--compare-strategies", **switch, help="time each strategy, then exit")
+    add(
+        "--peak-tflops",
+        default=0.0,
+        type=at_least_0_float,
+        help="peak of one GPU in bf16 (H100: 989), to print MFU",
+    )
     add("--validate-every", default=50, type=at_least_0, help="steps between validations; 0: never")
 
     args = parser.parse_args()
@@ -777,7 +805,7 @@ def parse_args():
 
 
 def is_due(args, step: int, every: int) -> bool:
-    """Whether something is due that happens every so many steps, and after the last one."""
+    """Whether something that happens every N steps, and after the last one, is due at `step`."""
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
@@ -838,14 +866,14 @@ def main(args, world):
     last_logged = step
     start = time.perf_counter()
 
-    numbers = range(step + 1, args.max_steps + 1)
+    remaining = range(step + 1, args.max_steps + 1)
     steps = steps_on_device(args, world, texts, tokenizer, positions)
-    for step in log.bar(numbers, "train", len(numbers)):
+    for step in log.bar(remaining, "train", len(remaining)):
         lr = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
         micro_batches, positions = next(steps)
-        # Dropout is the same in a resumed run and differs between ranks. Seed after next(steps),
+        # Dropout must be the same after a resume, and differ between ranks. Seed after next(steps),
         # because a DataLoader draws a random number when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         step_loss, grad_norm = train_step(args, world, model, optimizer, micro_batches)
@@ -881,7 +909,7 @@ def main(args, world):
                 }
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now and step < args.max_steps:
-                log.print(f"stopped  at step {step}, all is saved: continue with --resume")
+                log.print(f"stopped  at step {step}, with a checkpoint: continue with --resume")
                 return
             if validate_now:
                 validate(args, world, model, validation_set, log, step)
@@ -890,7 +918,7 @@ def main(args, world):
     saved = "not saved"
     if args.save_model:
         common.export(model, meta_model, tokenizer, model_folder, world)
-        saved = f"{model_folder} (any earlier one is replaced)"
+        saved = f"{model_folder} (replaces any earlier one)"
     log.print(f"metrics  {log.path}, run {log.run}")
     log.print(f"model    {saved}")
 

@@ -1,22 +1,21 @@
 r"""What does FSDP change?
 
-Trains three networks on digits (drawn, without a download), first locally in one process, then
-sharded with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`), and puts speed and memory
-side by side.
+Trains three networks on drawn digits: first locally in one process, then sharded with FSDP2
+(`fully_shard`) or FSDP1 (`FullyShardedDataParallel`). Prints speed and memory side by side.
 
     python mnist_fsdp.py                    # the whole comparison; a laptop is enough
     python mnist_fsdp.py --device cpu       # if you have only one GPU
     python mnist_fsdp.py --model shallow deep --dataset mnist --epochs 10 \
-        --global-batch-size 256             # the notebook's
+        --global-batch-size 256             # the notebook's settings
     torchrun --nproc_per_node 8 mnist_fsdp.py --model deep      # the sharded half only
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 mnist_fsdp.py
 
-Follows the notebook fsdp_tutorial.ipynb of https://github.com/AllenInstitute/distributed-vae: its
+Follows the notebook fsdp_tutorial.ipynb of https://github.com/AllenInstitute/distributed-vae. Its
 shallow network has 1,199,882 parameters, its deep one 94,104,234, most of them in one layer. Where
-it departs: a third network has equal layers and no dropout, each test image counts once (the
-notebook leaves some out), both halves shuffle, a batch is that of all processes, memory is the peak
-of training (not read once, before backward), and FSDP2 is the default: FSDP1 is deprecated.
+it departs: a third network has equal layers and no dropout. Each test image counts once (the
+notebook leaves some out). Both halves shuffle. A batch is that of all processes. Memory is the peak
+of training (the notebook reads it before backward). FSDP2 is the default: FSDP1 is deprecated.
 """
 
 import ctypes
@@ -50,8 +49,9 @@ import common
 
 # ---- FSDP --------------------------------------------------------------------------------------
 
-# Both functions do the same: from the leaves up, each module with at least --min-num-params
-# parameters that are not in a unit yet becomes a unit. Everything else is in the root unit.
+# FSDP gathers and frees parameters in groups, called units. Both functions below make the same
+# units, from the leaves up: a module with at least --min-num-params parameters that are not in a
+# unit yet becomes one. Everything else is in the root unit.
 
 
 def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
@@ -60,8 +60,8 @@ def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
     mesh = init_device_mesh(world.device.type, (world.size,))
     for module in reversed(list(model.modules())):  # children before parents, the root last
         sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
-        # FSDP1's policy decides here, too. It skips containers such as ModuleList, whose forward is
-        # never called.
+        # Let FSDP1's policy decide here, too. It skips containers such as ModuleList, because their
+        # forward is never called.
         is_large = size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params)
         if is_large or module is model:
             unit = fully_shard(module, mesh=mesh)
@@ -76,7 +76,7 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
     return FSDP(
         model,
         auto_wrap_policy=policy,
-        device_id=world.device,  # units move to the device one by one as they are wrapped
+        device_id=world.device,  # moves unit by unit to the device
         use_orig_params=True,  # keep the parameters visible
         # With a mesh, state dicts hold DTensors, as with FSDP2.
         device_mesh=init_device_mesh(world.device.type, (world.size,)),
@@ -84,8 +84,8 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
 
 
 def train_one_epoch(world, model, loader, optimizer, epoch: int, num_steps: int, log):
-    """Collective, like every forward of a sharded model. Train the first `num_steps` batches of an
-    epoch. Returns the mean loss over the samples of all ranks, and their number."""
+    """Collective, like every forward of a sharded model. Train on the first `num_steps` batches of
+    an epoch. Returns the mean loss over the samples of all ranks, and their number."""
     model.train()
     loader.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
     loss_sum = torch.zeros((), device=world.device)
@@ -96,7 +96,7 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, num_steps: int,
 
         optimizer.zero_grad()
         loss = F.nll_loss(model(images), labels, reduction="sum")
-        # The mean over this rank's images. FSDP averages over ranks: the mean over all images.
+        # Divide by this rank's images. FSDP averages over ranks, which makes it the mean over all.
         (loss / len(images)).backward()
         optimizer.step()
         loss_sum += loss.detach()  # stays on the device: .item() would make the host wait
@@ -109,21 +109,21 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, num_steps: int,
 
 
 class Residual(nn.Linear):
-    """Starts as the identity, so that many in a row learn in a few steps."""
+    """A layer that starts as the identity, so that many in a row learn within a few steps."""
 
     def reset_parameters(self):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The ReLU comes first: after weights that are zero, it would pass no gradient to them.
+        # Apply the ReLU first: behind weights of zero, it would pass no gradient on to them.
         active = F.relu(F.layer_norm(x, x.shape[-1:]))
         return x + 0.01 * super().forward(active)
 
 
 class Network(nn.Module):
-    """Images (batch, 1, 28, 28) to log-probabilities (batch, 10); `widths` are those of the layers
-    between."""
+    """Maps images (batch, 1, 28, 28) to log-probabilities (batch, 10). `widths` are the widths of
+    the layers in between."""
 
     def __init__(self, *widths: int, equal_layers: int = 0, dropout: tuple = (0.25, 0.5)):
         super().__init__()
@@ -147,21 +147,21 @@ class Network(nn.Module):
 
 
 NETWORKS = {
-    # As in a transformer, each unit is a small part of the whole. It has no dropout, which each
-    # process would draw for itself: so the losses are the same on any number of processes.
+    # As in a transformer, each unit is a small part of the whole. There is no dropout, which each
+    # process draws for itself. So the losses are the same on any number of processes.
     "layers": functools.partial(Network, 1024, equal_layers=40, dropout=(0, 0)),
-    # The notebook's: no activation between its layers.
+    # The notebook's, which has no activation functions between its layers
     "deep": functools.partial(Network, 9000, 1000, 1000, 1000, 128),
-    # Its activations are large compared with its parameters.
+    # The notebook's, whose activations are large compared with its parameters
     "shallow": functools.partial(Network, 128),
 }
-# Without --epochs so many steps, which keep the first run short. `deep` does not learn in so few.
+# Steps without --epochs: few, to keep the first run short. In 4 steps `deep` does not learn yet.
 STEPS = {"layers": 10, "deep": 4, "shallow": 100}
 
 
 def draw_digits(count: int, seed: int) -> TensorDataset:
-    """Draw `count` digits in Pillow's own font, moved, scaled, sheared and with noise. Returns
-    images and labels."""
+    """Draw `count` digits in Pillow's own font, then move, scale and shear them, and add noise.
+    Returns images and labels."""
     font = ImageFont.load_default(size=26)
     glyphs = []
     for digit in "0123456789":
@@ -178,8 +178,8 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
 
 
 def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
-    """Collective. Images to train on and to test on: drawn, or MNIST's, which one process per node
-    downloads."""
+    """Collective. Return images to train on and to test on: drawn ones, or those of MNIST, which
+    one process per node downloads."""
     if args.dataset == "builtin":
         return draw_digits(6400, 2 * args.seed), draw_digits(1000, 2 * args.seed + 1)
 
@@ -196,8 +196,8 @@ def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's part of the batches. The ranks take turns through the order that one process
-    would follow, so the steps are the same on any number of them."""
+    """Return a loader of this rank's part of the batches. The ranks divide the order that a single
+    process would follow, so a step has the same images on any number of processes."""
     sampler = DistributedSampler(
         dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
     )
@@ -207,7 +207,7 @@ def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoade
 
 @torch.no_grad()
 def evaluate(world, model, loader) -> tuple[float, float]:
-    """Collective. Mean loss and accuracy over the test set, with every image counted once."""
+    """Collective. Return mean loss and accuracy over the test set. Every image counts once."""
     model.eval()
     totals = torch.zeros(2, device=world.device)
     first = world.rank
@@ -215,8 +215,8 @@ def evaluate(world, model, loader) -> tuple[float, float]:
         labels = labels.to(world.device)
         outputs = model(images.to(world.device))
 
-        # Every rank must take part in every forward, so the sampler repeats some images. Do not
-        # count these: nll_loss ignores labels of -100, and no prediction equals them.
+        # Every rank must take part in every forward, so the sampler repeats some images. Label them
+        # -100, which nll_loss ignores and no prediction equals.
         indices = first + world.size * torch.arange(len(labels), device=world.device)
         labels[indices >= len(loader.dataset)] = -100
         totals[0] += F.nll_loss(outputs, labels, reduction="sum")
@@ -235,26 +235,31 @@ def parse_args():
     at_least_1 = common.at_least(1)
 
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default=list(NETWORKS), choices=NETWORKS, nargs="+", help="which networks")
+    add("--model", default=list(NETWORKS), choices=NETWORKS, nargs="+", help="networks to train")
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
-    add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
+    add("--data-dir", default=Path("data"), type=Path, help="folder for MNIST")
 
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", default=0, type=at_least_0, help="0: only a few steps, see STEPS")
+    add(
+        "--epochs",
+        default=0,
+        type=at_least_0,
+        help="passes over the images; 0: a few steps, see STEPS",
+    )
     add(
         "--global-batch-size",
         default=0,
         type=at_least_0,
-        help="images in a step, over all processes; 0: 128, or the next multiple of the processes",
+        help="images in a step, over all GPUs; 0: 128, or the next multiple of the processes",
     )
-    add("--test-batch-size", default=1000, type=at_least_1, help="images in a process at once")
+    add("--test-batch-size", default=1000, type=at_least_1, help="test images on a GPU at once")
     add("--lr", default=0.001, type=common.at_least(0, float), help="learning rate of Adam")
 
     add = parser.add_argument_group("FSDP").add_argument
-    add("--mode", choices=("local", "fsdp"), help="run only this half; under torchrun: fsdp")
+    add("--mode", choices=("local", "fsdp"), help="run only one half; torchrun runs fsdp")
     add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
     add("--min-num-params", default=20_000, type=at_least_1, help="parameters that make a unit")
-    add("--print-model", action="store_true", help="print the network, with its units")
+    add("--print-model", action="store_true", help="print the network with its units")
 
     common.add_run_flags(parser.add_argument_group("processes and output"))
     parser.set_defaults(save_model=False)
@@ -263,7 +268,7 @@ def parse_args():
         args.mode = "fsdp"
     if args.mode == "local":
         if "RANK" in os.environ or args.num_processes > 1:
-            parser.error("--mode local is one process: leave out torchrun and --num-processes")
+            parser.error("--mode local is one process: omit torchrun and --num-processes")
         args.num_processes = 1
     return args
 
@@ -272,7 +277,7 @@ HEAD = "network | processes  | state     | peak     | test loss | accuracy | sam
 
 
 def describe(row: dict) -> str:
-    """The record of an epoch as a line below HEAD."""
+    """Format the record of an epoch as a line of the table below HEAD."""
     return (
         f"{row['network']:7} | {row['mode']:5} x {row['processes']:<2}"
         f" | {row['state_gib']:.3f} GiB | {row['peak_gib']:4.2f} GiB"
@@ -283,7 +288,7 @@ def describe(row: dict) -> str:
 def main(args, world):
     if world.device.type == "cpu" and sys.platform == "linux":
         # Return freed blocks of 1 MB or more to Linux at once, so that the peak counts only what
-        # training holds. It costs speed. (3 negative is M_MMAP_THRESHOLD of malloc.h.)
+        # training holds. This costs speed. (-3 is M_MMAP_THRESHOLD in malloc.h.)
         ctypes.CDLL(None).mallopt(-3, 1_000_000)
     log = common.Log(world, args.output_dir)
     train_set, test_set = load_digits(args, world)
@@ -305,7 +310,7 @@ def main(args, world):
 
     for network in args.model:
         steps_left = args.epochs * len(train_loader) or STEPS[network]
-        torch.manual_seed(args.seed)  # one seed for all ranks: they shard the same weights
+        torch.manual_seed(args.seed)  # the same on all ranks: they shard the same weights
         model = NETWORKS[network]()
         if args.mode == "local":
             model.to(world.device)
@@ -314,7 +319,7 @@ def main(args, world):
         else:
             model = shard_with_fsdp1(args, world, model)
         optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)  # of the shards
-        torch.manual_seed(args.seed + 1 + world.rank)  # but each rank has its own dropout
+        torch.manual_seed(args.seed + 1 + world.rank)  # each rank draws its own dropout
         if args.print_model:
             log.print(str(model))
 
@@ -360,12 +365,12 @@ def main(args, world):
 
 
 def compare_both_halves(args):
-    """Run each half in its own processes, which have their own peak of memory and leave the GPU
-    empty. Print the last epoch of each network side by side."""
+    """Run each half in its own processes, so that each has its own peak of memory. Then print the
+    last epoch of each network side by side."""
     start = time.perf_counter()
-    # Large pages: in a virtual machine, memory that was returned is slow to get again.
+    # Use large pages: in a virtual machine, it is slow to get returned memory again.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Of flags that come twice, the last one counts.
+    # If a flag comes twice, the last one counts.
     local = ["--mode", "local", "--num-processes", "1"]
     local_half = subprocess.run([sys.executable, *sys.argv, *local])
     if local_half.returncode != 0:

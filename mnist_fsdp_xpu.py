@@ -1,25 +1,25 @@
 r"""What do I change to run it on Intel GPUs?
 
-The shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. The comments that
-begin with "XPU:" are the answer.
+Trains the shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. The comments
+that begin with "XPU:" are the answer.
 
-    python mnist_fsdp_xpu.py                # one process for each Intel GPU
-    python mnist_fsdp_xpu.py --device cpu   # a rehearsal without one: all but the GPU's timer
-    torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --epochs 10   # the document's
+    python mnist_fsdp_xpu.py                # one process per Intel GPU
+    python mnist_fsdp_xpu.py --device cpu   # a rehearsal without GPUs
+    torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --epochs 10   # Intel's settings
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 mnist_fsdp_xpu.py
 
-XPU: in a fresh environment install PyTorch's build for them first, then requirements.txt,
+XPU: in a fresh environment, first install PyTorch's build for Intel GPUs, then requirements.txt:
     pip install torch torchvision --index-url https://download.pytorch.org/whl/xpu
     pip install -r requirements.txt
 
 Follows
 https://intel.github.io/intel-extension-for-pytorch/xpu/2.1.10+xpu/tutorials/features/FSDP.html.
-That extension (`ipex`), its collectives (`oneccl_bindings_for_pytorch`) and their backend `ccl` end
-at PyTorch 2.8; its own `xpu` and `xccl` have taken their place. Where it departs: the wrap policy
-is passed (the document forgets it), every process is seeded, one downloads, a batch is that of all
-processes, torchrun takes the place of `mp.spawn`, and FSDP2 is the default. It has not run on an
-Intel GPU, only as rehearsal.
+That extension (`ipex`), its collectives (`oneccl_bindings_for_pytorch`) and their backend `ccl`
+ended with PyTorch 2.8. PyTorch's own `xpu` and `xccl` replace them. Where it departs: the wrap
+policy is used (the document forgets to pass it). Every process is seeded, and only one downloads. A
+batch is that of all processes. torchrun replaces `mp.spawn`. FSDP2 is the default. The script has
+run only as a rehearsal, never on an Intel GPU.
 """
 
 import functools
@@ -47,23 +47,24 @@ import common
 
 # ---- FSDP --------------------------------------------------------------------------------------
 
-# Both functions do the same: from the leaves up, each module with at least --min-num-params
-# parameters that are not in a unit yet becomes a unit. Everything else is in the root unit.
+# FSDP gathers and frees parameters in groups, called units. Both functions below make the same
+# units, from the leaves up: a module with at least --min-num-params parameters that are not in a
+# unit yet becomes one. Everything else is in the root unit.
 
 
 def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
     """Collective: every rank must call it. Shard with `fully_shard`: bottom-up, in place, one
     DTensor per parameter."""
-    # XPU: the mesh is of "xpu", and FSDP2 moves the model to it: no model.to.
+    # XPU: the mesh is on "xpu". FSDP2 moves the model there, without model.to.
     mesh = init_device_mesh(world.device.type, (world.size,))
     for module in reversed(list(model.modules())):  # children before parents, the root last
         sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
-        # FSDP1's policy decides here, too. It skips containers such as ModuleList, whose forward is
-        # never called.
+        # Let FSDP1's policy decide here, too. It skips containers such as ModuleList, because their
+        # forward is never called.
         is_large = size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params)
         if is_large or module is model:
             unit = fully_shard(module, mesh=mesh)
-            # XPU: oneCCL cannot average on every machine, and FSDP2 would ask it to.
+            # XPU: FSDP2 would let oneCCL average, which it cannot do on every machine.
             unit.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -74,7 +75,7 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
     return FSDP(
         model,
         auto_wrap_policy=policy,
-        # XPU: "xpu:0", "xpu:1", ...; without it all stays on the CPU, and the first forward fails.
+        # XPU: "xpu:0", "xpu:1", ... Without it the model stays on the CPU, and forward fails.
         device_id=world.device,
         use_orig_params=True,  # keep the parameters visible
         # With a mesh, state dicts hold DTensors, as with FSDP2.
@@ -94,8 +95,8 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[f
 
         optimizer.zero_grad()
         loss = F.nll_loss(model(images), labels, reduction="sum")
-        # As in Intel's page the sum, from which Adadelta learns faster than from the mean. FSDP
-        # averages over ranks: undo that, for the sum over the images of all ranks.
+        # Use the sum, as Intel's page does: Adadelta learns faster from it than from the mean. FSDP
+        # averages over ranks. Undo that, for the sum over the images of all ranks.
         (loss * world.size).backward()
         optimizer.step()
         loss_sum += loss.detach()  # stays on the device: .item() would make the host wait
@@ -108,7 +109,7 @@ def train_one_epoch(world, model, loader, optimizer, epoch: int, log) -> tuple[f
 
 
 class Network(nn.Module):
-    """Images (batch, 1, 28, 28) to log-probabilities (batch, 10)."""
+    """Maps images (batch, 1, 28, 28) to log-probabilities (batch, 10)."""
 
     def __init__(self):
         super().__init__()
@@ -129,8 +130,8 @@ class Network(nn.Module):
 
 
 def draw_digits(count: int, seed: int) -> TensorDataset:
-    """Draw `count` digits in Pillow's own font, moved, scaled, sheared and with noise. Returns
-    images and labels."""
+    """Draw `count` digits in Pillow's own font, then move, scale and shear them, and add noise.
+    Returns images and labels."""
     font = ImageFont.load_default(size=26)
     glyphs = []
     for digit in "0123456789":
@@ -147,8 +148,8 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
 
 
 def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
-    """Collective. Images to train on and to test on: drawn, or MNIST's, which one process per node
-    downloads."""
+    """Collective. Return images to train on and to test on: drawn ones, or those of MNIST, which
+    one process per node downloads."""
     if args.dataset == "builtin":
         return draw_digits(6400, 2 * args.seed), draw_digits(1000, 2 * args.seed + 1)
 
@@ -165,8 +166,8 @@ def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """This rank's part of the batches. The ranks take turns through the order that one process
-    would follow, so the steps are the same on any number of them."""
+    """Return a loader of this rank's part of the batches. The ranks divide the order that a single
+    process would follow, so a step has the same images on any number of processes."""
     sampler = DistributedSampler(
         dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
     )
@@ -176,7 +177,7 @@ def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoade
 
 @torch.no_grad()
 def evaluate(world, model, loader) -> tuple[float, float]:
-    """Collective. Mean loss and accuracy over the test set, with every image counted once."""
+    """Collective. Return mean loss and accuracy over the test set. Every image counts once."""
     model.eval()
     totals = torch.zeros(2, device=world.device)
     first = world.rank
@@ -184,8 +185,8 @@ def evaluate(world, model, loader) -> tuple[float, float]:
         labels = labels.to(world.device)
         outputs = model(images.to(world.device))
 
-        # Every rank must take part in every forward, so the sampler repeats some images. Do not
-        # count these: nll_loss ignores labels of -100, and no prediction equals them.
+        # Every rank must take part in every forward, so the sampler repeats some images. Label them
+        # -100, which nll_loss ignores and no prediction equals.
         indices = first + world.size * torch.arange(len(labels), device=world.device)
         labels[indices >= len(loader.dataset)] = -100
         totals[0] += F.nll_loss(outputs, labels, reduction="sum")
@@ -206,7 +207,7 @@ def parse_args():
 
     add = parser.add_argument_group("data and model").add_argument
     add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
-    add("--data-dir", default=Path("data"), type=Path, help="where MNIST is, or is downloaded to")
+    add("--data-dir", default=Path("data"), type=Path, help="folder for MNIST")
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=at_least_1, help="passes over the images")
@@ -214,9 +215,9 @@ def parse_args():
         "--global-batch-size",
         default=0,
         type=at_least_0,
-        help="images in a step, over all processes; 0: 64, or the next multiple of the processes",
+        help="images in a step, over all GPUs; 0: 64, or the next multiple of the processes",
     )
-    add("--test-batch-size", default=1000, type=at_least_1, help="images in a process at once")
+    add("--test-batch-size", default=1000, type=at_least_1, help="test images on a GPU at once")
     add("--lr", default=1.0, type=number, help="learning rate of Adadelta")
     add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")
 
@@ -230,8 +231,8 @@ def parse_args():
 
 
 def main(args, world):
-    # XPU: `common.setup` has set the device, as torch.xpu.set_device does, and taken the backend
-    # "xccl", once "ccl".
+    # XPU: `common.setup` has set the device, as torch.xpu.set_device does. Its backend is "xccl",
+    # which replaces "ccl".
     log = common.Log(world, args.output_dir)
     train_set, test_set = load_digits(args, world)
     common.divide_batch(args, world, default=64)
@@ -245,7 +246,7 @@ def main(args, world):
         f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test"
     )
 
-    torch.manual_seed(args.seed)  # one seed for all ranks: they shard the same weights
+    torch.manual_seed(args.seed)  # the same on all ranks: they shard the same weights
     model = Network()
     log.print(f"model    {common.describe_state(model, world.size)}")
     if args.fsdp_version == 2:
@@ -255,9 +256,9 @@ def main(args, world):
     log.print(str(model))  # with its units
     optimizer = torch.optim.Adadelta(model.parameters(), lr=args.lr)  # of the shards
     scheduler = StepLR(optimizer, step_size=1, gamma=args.gamma)
-    torch.manual_seed(args.seed + 1 + world.rank)  # but each rank has its own dropout
+    torch.manual_seed(args.seed + 1 + world.rank)  # each rank draws its own dropout
 
-    # XPU: time by the device's own clock.
+    # XPU: measure time with the device's own clock.
     if world.device.type == "xpu":
         first_event = torch.xpu.Event(enable_timing=True)
         last_event = torch.xpu.Event(enable_timing=True)
@@ -284,7 +285,7 @@ def main(args, world):
         scheduler.step()
     log.metrics(memory)
 
-    # XPU: an event has no time before the device has come to it.
+    # XPU: an event has no time until the device has reached it.
     if world.device.type == "xpu":
         last_event.record()
         torch.xpu.synchronize()

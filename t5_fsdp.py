@@ -4,23 +4,24 @@ Fine-tunes T5 to summarize articles, sharded with FSDP2 (`fully_shard`) or FSDP1
 (`FullyShardedDataParallel`). Without flags it needs no download: a small T5 learns built-in
 articles in two to three minutes on two cores.
 
-    python t5_fsdp.py                       # one process for each GPU, or two on the CPU
-    torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base \
-        --dataset data/wikihowAll.csv --num-train-samples 1500 --epochs 2 \
-        --global-batch-size 32 --test-batch-size 4 --lr 2e-3 --gamma 0.7    # the tutorial's
-    torchrun --nproc_per_node 8 t5_fsdp.py ... \
-        --global-batch-size 512 --micro-batch-size 64 --compile     # fills GPUs of 80 GB
-    torchrun --nproc_per_node 8 t5_fsdp.py ... \
-        --checkpoint-every 500 --resume     # run again after any stop
+    python t5_fsdp.py                       # one process per GPU, or two on a CPU
+    torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --lr 3e-4 --compile \
+        --dataset abisee/cnn_dailymail:3.0.0 --text-column article --summary-column highlights \
+        --num-train-samples 0 --global-batch-size 128 \
+        --checkpoint-every 500 --resume     # run it again after any stop
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
-        --rdzv_endpoint HEAD:29500 t5_fsdp.py ...       # slow over a slow network
+        --rdzv_endpoint HEAD:29500 t5_fsdp.py ... --output-dir /SHARED/run1
+                                            # on both nodes, with the flags above
+    torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base \
+        --dataset data/wikihowAll.csv --num-train-samples 1500 --epochs 2 --global-batch-size 32 \
+        --test-batch-size 4 --lr 2e-3 --gamma 0.7   # the tutorial's; download the CSV by hand
 
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
-https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html. Where it departs:
-losses are means over real target tokens (the tutorial learns padding, too), texts begin with T5's
-"summarize: ", gradients are clipped at norm 1, the articles of a step have similar lengths, each
-article is validated once, the best model is a Hugging Face folder, and FSDP2 is the default. fp16
-is a recipe. docs/from-the-documents.md lists what in the tutorial's code no longer runs.
+https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html. Where it departs: the
+loss is a mean over real target tokens (the tutorial also learns padding). Texts begin with T5's
+"summarize: ". Gradients are clipped at norm 1. The articles of a step have similar lengths. Each
+article is validated once. The best model is saved as a Hugging Face folder. FSDP2 is the default,
+and fp16 is a recipe. docs/from-the-documents.md lists what no longer runs in the tutorial's code.
 """
 
 import argparse
@@ -79,7 +80,7 @@ transformers.logging.disable_progress_bar()
 # FSDP gathers and frees parameters in groups, called units. Each T5Block is a unit. Everything else
 # is in the root unit: mostly the embedding, which encoder, decoder and output layer share.
 
-# "Collective" in a docstring means that every rank must call the function.
+# A docstring that begins with "Collective" means that every rank must call the function.
 
 # The dtype for gathering parameters and computing, and the dtype for reducing gradients. The
 # optimizer's shards are always fp32.
@@ -90,17 +91,17 @@ PRECISIONS = {
     "grad-bf16": (torch.float32, torch.bfloat16),  # the tutorial's grad_bf16
 }
 
-# FSDP1's names, and the value of FSDP2's reshard_after_forward.
+# FSDP1's names, with the value for FSDP2's reshard_after_forward.
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for forward and again for backward
     "SHARD_GRAD_OP": False,  # ZeRO-2: they stay gathered; less traffic, more memory
 }
 
-# When backward gathers the parameters of the next unit.
+# When backward gathers the parameters of the next unit
 PREFETCH = {
-    "pre": BackwardPrefetch.BACKWARD_PRE,  # before computing this unit: holds two units
-    "post": BackwardPrefetch.BACKWARD_POST,  # after computing this unit (FSDP1 only)
-    "none": None,  # when it is needed: least memory, no overlap
+    "pre": BackwardPrefetch.BACKWARD_PRE,  # before it computes this unit: holds two units
+    "post": BackwardPrefetch.BACKWARD_POST,  # after it has computed this unit (FSDP1 only)
+    "none": None,  # when it needs them: least memory, no overlap
 }
 
 # The next two functions do the same, with FSDP2 and with FSDP1.
@@ -109,8 +110,8 @@ PREFETCH = {
 def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
     """Collective. Shard with `fully_shard`: bottom-up, in place, one DTensor per parameter.
 
-    full_model: rank 0's, with the weights. meta_model: shapes only, so that the whole model need
-    not fit a device.
+    full_model: the model with its weights, on rank 0 only. meta_model: the same model with shapes
+    only, so that no device has to hold the whole model.
     """
     model = copy.deepcopy(meta_model)
     layers = prepare_layers(args, model)
@@ -131,7 +132,7 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
     for unit in [*layers, model]:
         if args.backward_prefetch == "none":
             # FSDP2 has no switch for this, and an empty list means the default. So let each unit
-            # prefetch itself, which is already gathered.
+            # prefetch only itself: it is already gathered then.
             unit.set_modules_to_backward_prefetch([unit])
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
@@ -144,12 +145,12 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
 def shard_with_fsdp1(args, world, model) -> nn.Module:
     """Collective. Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit.
 
-    model: with the weights, on every rank's CPU; FSDP moves it unit by unit.
+    model: the model with its weights, on every rank's CPU. FSDP moves it unit by unit.
     """
     if args.cpu_offload and (world.size == 1 or world.device.type == "cpu"):
         raise common.UserError(
             "FSDP1's --cpu-offload needs two GPUs or more: it fails on a CPU, and on one GPU it"
-            " resumes wrongly; use --fsdp-version 2"
+            " resumes with wrong values; use --fsdp-version 2"
         )
     mesh = init_device_mesh(world.device.type, (world.size,))
     layers = prepare_layers(args, model)
@@ -174,7 +175,7 @@ def shard_with_fsdp1(args, world, model) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers, which become units: the modules that transformers never splits over devices."""
+    """Return the layers, which become units: transformers never splits these over devices."""
     names = model._no_split_modules
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -184,7 +185,8 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     units."""
     layers = layers_of(model)
     if args.compile:
-        # All T5Blocks together: encoder and decoder, training and validation have different graphs.
+        # The limit is for all T5Blocks together. Encoder and decoder have different graphs, and so
+        # have training and validation.
         torch._dynamo.config.recompile_limit = 32
         for layer in layers:
             # In place: FSDP's hooks stay outside the graphs. With dynamic=True, constants such as
@@ -193,14 +195,14 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         cross_entropy.compile()  # then it makes no fp32 copy of the logits
 
     if args.activation_checkpointing:
-        # From now on these wrappers are the units.
+        # From here on, the wrappers are the units.
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
         return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     return layers
 
 
 def build(args, world, full_model, meta_model):
-    """Collective. The sharded model and its optimizer, which must be created from the shards."""
+    """Collective. Return the sharded model and its optimizer, which must get the shards."""
     if args.fsdp_version == 2:
         model = shard_with_fsdp2(args, world, full_model, meta_model)
     else:
@@ -210,11 +212,11 @@ def build(args, world, full_model, meta_model):
 
 
 def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective. One step of the optimizer. `batch` is this rank's part of the global batch, which
-    is processed in micro-batches.
+    """Collective. Make one optimizer step. `batch` is this rank's part of the global batch, which
+    is computed in micro-batches.
 
     Returns this rank's [summed loss, number of target tokens, number of all tokens] and the
-    gradient norm, as tensors: reading their values would make the host wait for the device.
+    gradient norm as tensors, because reading their values would make the host wait for the device.
     """
     num_targets = (batch["labels"] != -100).sum()
     global_targets = num_targets.clone()
@@ -230,8 +232,9 @@ def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torc
 
         with gradient_sync(args, world, model, is_last):
             loss = summed_loss(model, micro_batch)
-            # FSDP divides gradients by the number of ranks. Undo that and divide by the number of
-            # all targets: the gradient of the mean over the global batch, as in one process.
+            # FSDP divides gradients by the number of ranks. Undo that, and divide by the number of
+            # targets on all ranks: the gradient of the mean over the global batch, as in one
+            # process.
             (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -246,28 +249,28 @@ def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torc
 
 
 def gradient_sync(args, world, model, is_last: bool):
-    """For the forward and backward of a micro-batch. Only the last one of a step sends gradients,
-    and until then ZeRO-2's parameters stay gathered.
+    """Return a context for forward and backward of a micro-batch. Only the last micro-batch of a
+    step reduces gradients, and until then ZeRO-2's parameters stay gathered.
 
-    FSDP2: sets flags on the model, and returns an empty context. FSDP1: returns no_sync().
+    With FSDP2, this sets flags on the model, and the context is empty. With FSDP1, it is no_sync().
     """
     if args.fsdp_version == 2:
         model.set_requires_gradient_sync(is_last)
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         return contextlib.nullcontext()
-    # One process has nothing to send (and with tied weights in bf16, no_sync fails there).
+    # One process has nothing to send (and there, no_sync fails with tied weights in bf16).
     if is_last or world.size == 1:
         return contextlib.nullcontext()
     return model.no_sync()
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
-    """Collective, like every forward of a sharded model. Cross-entropy, summed over the target
-    tokens without padding."""
+    """Collective, like every forward of a sharded model. Return the cross-entropy, summed over the
+    target tokens without padding."""
     labels = batch["labels"]
     output = model(
         input_ids=batch["input_ids"],
-        # With four dimensions: transformers would inspect a two-dimensional mask on the host.
+        # Give the mask four dimensions: transformers reads a two-dimensional one on the host.
         attention_mask=batch["attention_mask"][:, None, None, :].bool(),
         decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels),
         use_cache=False,
@@ -285,9 +288,10 @@ class CrossEntropy(nn.Module):
 cross_entropy = CrossEntropy()
 
 
-@torch.compiler.set_stance("force_eager")  # each length of a summary would need a graph
+@torch.compiler.set_stance("force_eager")  # otherwise each length of a summary needs a graph
 def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
-    """Collective. Greedy summaries. `synced_gpus`: all ranks continue until the last is done."""
+    """Collective. Write summaries greedily. With `synced_gpus`, ranks that are done continue until
+    all are."""
     options = {
         "input_ids": batch["input_ids"],
         "attention_mask": batch["attention_mask"],
@@ -315,14 +319,13 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
 ROUGE = ("rouge1", "rouge2", "rougeL")
 NUM_SCORED = 100  # articles whose summaries are generated and scored
 
-# Words of any script, or single characters for scripts without spaces between words
+# Words of any script, or single characters of scripts without spaces between words
 NO_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 WORDS = rf"(?V1)[[\p{{L}}\p{{M}}\p{{N}}]--[{NO_SPACES}]]+|[{NO_SPACES}]"
 
 
 class RougeTokenizer(PorterStemmer):
-    """Replaces the tokenizer of rouge_score, which drops all letters but a to z, and stems as it
-    does."""
+    """Replaces the tokenizer of rouge_score, which drops all letters but a to z. It stems alike."""
 
     def tokenize(self, text):
         words = regex.findall(WORDS, text.lower())
@@ -338,13 +341,13 @@ def load_model(args, config) -> nn.Module:
 
 
 def make_meta_model(config) -> nn.Module:
-    """The model on the meta device, which has shapes but no memory."""
+    """Return the model on the meta device, where tensors have shapes but no memory."""
     with torch.device("meta"):
         return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
 
 
 def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
-    """The config and tokenizer of --model; for `builtin`, made for the articles."""
+    """Return the config and the tokenizer of --model. Those of `builtin` are made here."""
     if args.model == "builtin":
         if checkpoint:
             tokenizer = common.load_tokenizer(checkpoint)
@@ -366,13 +369,13 @@ def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
     config = AutoConfig.from_pretrained(args.model)
     if config.model_type not in ("t5", "mt5", "umt5"):
         raise common.UserError(
-            f"--model {args.model} is not a T5; docs/your-model-and-data.md says what to change"
+            f"--model {args.model} is not a T5; see docs/your-model-and-data.md for other models"
         )
     return config, common.load_tokenizer(args.model)
 
 
 def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> dict:
-    """Token ids of some articles, not padded yet."""
+    """Return the token ids of some articles, without padding."""
     texts = ["summarize: " + text for text in rows["text"]]  # T5 was trained with this prefix
     options = {"truncation": True, "split_special_tokens": True}  # "</s>" in a text is not an EOS
     sources = tokenizer(texts, max_length=source_length, **options)
@@ -408,28 +411,28 @@ def load_data(args, checkpoint) -> tuple:
     num_tokens = sum(len(ids) - 1 for ids in targets)  # without EOS, which GPT-2 also calls unknown
     unknown = sum(ids[:-1].count(tokenizer.unk_token_id) for ids in targets) / max(1, num_tokens)
     num_cut = sum(len(ids) >= args.max_target_length for ids in targets)
-    # T5 makes one unknown token of a whole foreign word, and a known one of the space before it.
+    # A word in an unknown script becomes one unknown token. The space before it is a known one.
     if unknown > 0.2:
         raise common.UserError(
-            f"the tokenizer of --model {args.model} does not know {unknown:.0%} of the summaries'"
-            " tokens; choose a model for their language, such as google/mt5-small"
+            f"{unknown:.0%} of the tokens in the summaries are unknown to the tokenizer of --model"
+            f" {args.model}; choose a model for their language, such as google/mt5-small"
         )
     if dist.get_rank() == 0:
-        cut = f"{num_cut:,} of {len(targets):,} fill --max-target-length and may be cut"
+        cut = f"{num_cut:,} of {len(targets):,} reach --max-target-length and may be cut"
         print(f"targets  {unknown:.1%} unknown tokens; {cut}", flush=True)
     return config, tokenizer, train_set, validation_set, checksum
 
 
 def steps_on_device(args, world, articles, collate, step: int):
-    """Yield for each step after `step` its articles, as a batch on this rank's device, epoch after
-    epoch. They are the same on any number of processes, and of similar length, because padding is
+    """Yield this rank's batch of each step after `step`, on its device, epoch after epoch. A step
+    has the same articles on any number of processes. They have similar lengths, because padding is
     wasted work."""
     lengths = [len(ids) for ids in articles["input_ids"]]
     epoch, done = divmod(step, len(articles) // args.global_batch_size)
     while True:
         generator = torch.Generator().manual_seed(args.seed + epoch)
         sampler = LengthGroupedSampler(args.global_batch_size, lengths=lengths, generator=generator)
-        # The rest, which does not fill a batch, differs between epochs.
+        # Articles that do not fill a batch are left out, different ones in each epoch.
         batches = list(BatchSampler(sampler, args.global_batch_size, drop_last=True))
         random.Random(epoch).shuffle(batches)  # the sampler sorts them from long to short
         mine = [batch[world.rank :: world.size] for batch in batches[done:]]
@@ -439,7 +442,7 @@ def steps_on_device(args, world, articles, collate, step: int):
 
 
 def batches_on_device(articles, batches: list[list[int]], collate, world):
-    """Yield padded batches on this rank's device. `batches` lists the indices of their articles."""
+    """Yield padded batches on this rank's device. `batches` has the indices of their articles."""
     has_accelerator = world.device.type != "cpu"
     workers = {"num_workers": 2, **common.WORKERS} if has_accelerator else {}
     loader = DataLoader(
@@ -455,14 +458,14 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
 
 @torch.no_grad()
 def validate(args, world, model, articles, collate, log, step: int) -> float:
-    """Collective. Print and return the loss over all articles; print ROUGE for the first of them,
-    and an example."""
-    # Every rank must take part in every forward. So pad with the first articles, which then do not
-    # count.
+    """Collective. Print and return the loss over all articles. Also print ROUGE of the first
+    NUM_SCORED, and an example."""
+    # Every rank must take part in every forward. So fill up with the first articles, which do not
+    # count again.
     padded = math.ceil(len(articles) / world.size) * world.size
-    numbers = torch.arange(world.rank, padded, world.size).split(args.test_batch_size)
-    samples = [(part % len(articles)).tolist() for part in numbers]
-    batches = batches_on_device(articles, samples, collate, world)
+    parts = torch.arange(world.rank, padded, world.size).split(args.test_batch_size)
+    indices = [(part % len(articles)).tolist() for part in parts]
+    batches = batches_on_device(articles, indices, collate, world)
     num_scored = min(NUM_SCORED, len(articles))
     scorer = RougeScorer(ROUGE, tokenizer=RougeTokenizer())
 
@@ -470,22 +473,22 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
     totals = torch.zeros(2, device=world.device)  # summed loss, target tokens
     rouge = torch.zeros(len(ROUGE), dtype=torch.float64)
     example = {}
-    for part, batch in zip(numbers, log.bar(batches, "validate", len(numbers)), strict=True):
+    for part, batch in zip(parts, log.bar(batches, "validate", len(parts)), strict=True):
         batch["labels"][part >= len(articles)] = -100
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
-        # The first index on rank 0, so that either all ranks generate or none does.
+        # Compare rank 0's first index on every rank, so that either all generate or none does.
         if part[0] - world.rank >= num_scored:
             continue
 
         tokens = generate(args, model, batch)
         summaries = collate.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        for number, summary in zip(part.tolist(), summaries, strict=True):
-            if number < num_scored:
-                reference = articles[number]["summary"]
+        for index, summary in zip(part.tolist(), summaries, strict=True):
+            if index < num_scored:
+                reference = articles[index]["summary"]
                 scores = scorer.score(reference, summary)
                 rouge += torch.tensor([scores[name].fmeasure for name in ROUGE])
-                if number == 0:  # on rank 0
+                if index == 0:  # on rank 0
                     example = {"reference": reference, "summary": summary.strip()}
     model.train()
 
@@ -502,7 +505,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# These flags choose the articles of a step, so --resume requires them to be the same.
+# --resume requires these flags to be the same, because they choose the articles of a step.
 MUST_MATCH = (
     "model dataset text_column summary_column max_summary_share num_train_samples"
     " num_validation_samples max_source_length max_target_length global_batch_size seed"
@@ -510,7 +513,7 @@ MUST_MATCH = (
 
 
 def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
-    """--lr, multiplied by --gamma after each epoch. `epoch` counts from 0, `step` from 1."""
+    """Return --lr, multiplied by --gamma after each epoch. `epoch` counts from 0, `step` from 1."""
     return args.lr * args.gamma**epoch
 
 
@@ -518,37 +521,53 @@ def parse_args():
     parser = common.make_parser(__doc__)
     at_least_0 = common.at_least(0)
     at_least_1 = common.at_least(1)
-    number = common.at_least(0, float)
+    at_least_0_float = common.at_least(0, float)
 
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="builtin", help="builtin, or any T5: a Hub name or a folder")
-    add("--dataset", default="builtin", help="builtin; .csv, .tsv, .json, .jsonl, .parquet; Hub")
-    add("--text-column", default="text", help="of the dataset, with the articles")
-    add("--summary-column", default="headline", help="of the dataset, with their summaries")
-    add("--num-train-samples", default=8000, type=at_least_0, help="at most; 0 for all")
-    add("--num-validation-samples", default=300, type=at_least_0, help="at most; 0 for all")
+    add("--model", default="builtin", help="builtin, or any T5: Hub name or folder")
+    add(
+        "--dataset",
+        default="builtin",
+        help="builtin; files (.csv, .tsv, .json, .jsonl, .parquet, also packed); folder; Hub name",
+    )
+    add("--text-column", default="text", help="column with the articles")
+    add("--summary-column", default="headline", help="column with their summaries")
+    add("--num-train-samples", default=8000, type=at_least_0, help="articles, at most; 0: all")
+    add("--num-validation-samples", default=300, type=at_least_0, help="articles, at most; 0: all")
     add(
         "--max-summary-share",
         default=0.75,
-        type=number,
-        help="leave out articles whose summary is longer than this share of the text",
+        type=at_least_0_float,
+        help="leave out articles with a summary longer than this share of the text",
     )
-    add("--max-source-length", default=512, type=at_least_1, help="tokens kept of an article")
+    add("--max-source-length", default=512, type=at_least_1, help="tokens of an article, at most")
     add("--max-target-length", default=150, type=at_least_1, help="tokens of a summary, at most")
 
     add = parser.add_argument_group("training").add_argument
     add("--epochs", default=3, type=at_least_1, help="passes over the articles")
-    add("--max-steps", default=0, type=at_least_0, help="instead of --epochs; 0: by --epochs")
+    add(
+        "--max-steps",
+        default=0,
+        type=at_least_0,
+        help="optimizer steps instead of --epochs, if not 0",
+    )
     add(
         "--global-batch-size",
         default=0,
         type=at_least_0,
-        help="articles in a step; 0: the first multiple of the number of processes from 32 on",
+        help="articles in a step, over all GPUs; 0: 32, or the next multiple of the processes",
     )
-    add("--micro-batch-size", default=16, type=at_least_1, help="at most, in a process at once")
-    add("--test-batch-size", default=50, type=at_least_1, help="the same in validation")
-    add("--lr", default=1e-3, type=number, help="learning rate of AdamW")
-    add("--gamma", default=0.8, type=number, help="factor on the learning rate after each epoch")
+    add(
+        "--micro-batch-size", default=16, type=at_least_1, help="articles on a GPU at once, at most"
+    )
+    add("--test-batch-size", default=50, type=at_least_1, help="the same, in validation")
+    add("--lr", default=1e-3, type=at_least_0_float, help="learning rate of AdamW")
+    add(
+        "--gamma",
+        default=0.8,
+        type=at_least_0_float,
+        help="factor on the learning rate after each epoch",
+    )
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
@@ -558,14 +577,14 @@ def parse_args():
     add("--backward-prefetch", default="pre", choices=PREFETCH, help="none: less memory")
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each T5Block: less memory, slower")
-    add("--compile", **switch, help="torch.compile each T5Block, and the loss: a slow start")
+    add("--compile", **switch, help="torch.compile T5Blocks and loss: faster after a slow start")
 
     group = parser.add_argument_group("processes and output")
     common.add_run_flags(group)
     common.add_checkpoint_flags(group)
     add = group.add_argument
     optional = argparse.BooleanOptionalAction
-    add("--print-model", **switch, help="print the sharded model, with its units")
+    add("--print-model", **switch, help="print the sharded model with its units")
     add(
         "--run-validation",
         default=True,
@@ -630,16 +649,16 @@ def main(args, world):
     totals = torch.zeros(3, device=world.device)  # since the last printed line
     start = time.perf_counter()
 
-    numbers = range(step + 1, num_steps + 1)
+    remaining = range(step + 1, num_steps + 1)
     batches = steps_on_device(args, world, train_set, collate, step)
-    for step in log.bar(numbers, "train", len(numbers)):
+    for step in log.bar(remaining, "train", len(remaining)):
         epoch = (step - 1) // steps_per_epoch
         lr = learning_rate(args, step, num_steps, epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch = next(batches)
-        # Dropout is the same in a resumed run and differs between ranks. Seed after next(batches),
-        # because a DataLoader draws a random number when it starts.
+        # Dropout must be the same after a resume, and differ between ranks. Seed after
+        # next(batches), because a DataLoader draws a random number when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
         totals += step_totals
@@ -671,12 +690,12 @@ def main(args, world):
                 if args.save_model and (val_loss < best_loss or not args.run_validation):
                     best_loss = val_loss
                     common.export(model, meta_model, tokenizer, best_folder, world)
-                    log.print(f"saved    the model to {best_folder} (any earlier one is replaced)")
+                    log.print(f"saved    the model to {best_folder} (replaces any earlier one)")
             if save_now:
                 progress = {"step": step, "checksum": checksum, "best_loss": best_loss}
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now and step < num_steps:
-                log.print(f"stopped  at step {step}, all is saved: continue with --resume")
+                log.print(f"stopped  at step {step}, with a checkpoint: continue with --resume")
                 return
             start = time.perf_counter()  # do not count validation and saving
 
