@@ -570,8 +570,8 @@ def load_weights(model, full_model, world, offload: bool):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
-    # A state dict lacks some buffers, such as the frequencies of rotary positions, and the settings
-    # of generate().
+    # A state dict has neither the settings of generate() nor some buffers, such as the frequencies
+    # of rotary positions.
     full_buffers = None
     if world.rank == 0:
         full_buffers = list(full_model.buffers())

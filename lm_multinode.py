@@ -909,7 +909,7 @@ def main(args, world):
                 }
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now and step < args.max_steps:
-                log.print(f"stopped  at step {step}, with a checkpoint: continue with --resume")
+                log.print(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
             if validate_now:
                 validate(args, world, model, validation_set, log, step)

@@ -695,7 +695,7 @@ def main(args, world):
                 progress = {"step": step, "checksum": checksum, "best_loss": best_loss}
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now and step < num_steps:
-                log.print(f"stopped  at step {step}, with a checkpoint: continue with --resume")
+                log.print(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
             start = time.perf_counter()  # do not count validation and saving
 
