@@ -1,5 +1,5 @@
-"""Every command that a page or a script's header prints is accepted as it is printed. Pages hold what they must; their
-links lead somewhere, and their tables render."""
+"""Every command on a page or in a script's header is accepted as printed. Links lead somewhere, tables render, and every
+name that a document uses is found."""
 
 import ast
 import re
@@ -19,9 +19,10 @@ PLACEHOLDER = "SCRIPT.py"  # any of the scripts
 NOT_HERE = {"T5_training.py"}  # the tutorial's
 
 RECIPES = {"DILOCO", "fp16"}  # values of flags that recipes add
-REST = r"[^`#;&|<>\n]*"  # of a command
-COMMAND = re.compile(rf"((?:\b[A-Z_]+=\S+ )*)(?:srun )?\b(python3?|torchrun(?: {REST}?)?) ([\w/]+\.py)\b({REST})")
-PER_NODE = 8  # GPUs, on which `python SCRIPT.py` starts as many processes
+ARGUMENTS = r"[^`#;&|<>\n]*"
+LAUNCHER = rf"python3?|torchrun(?: {ARGUMENTS}?)?"
+COMMAND = re.compile(rf"((?:\b[A-Z_]+=\S+ )*)(?:srun )?\b({LAUNCHER}) ([\w/]+\.py)\b({ARGUMENTS})")
+PER_NODE = 8  # the GPUs of a node, and the processes that `python SCRIPT.py` starts there
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # for each rendezvous
 
 
@@ -35,7 +36,7 @@ class Command(NamedTuple):
 
 
 def text_of(page):
-    """With each command on one line. Slurm's variable is the number of nodes that its script asks for."""
+    """Return a page with each command on one line, and with Slurm's variable replaced by its script's number of nodes."""
     text = (ROOT / page).read_text()
     if page in SCRIPTS:
         text = ast.get_docstring(ast.parse(text))
@@ -46,31 +47,31 @@ def text_of(page):
 
 
 def commands_of(page):
-    """`...` stands for the flags of the command above with the same launcher; where both name one, its own counts."""
-    found = []
-    above = {}
+    """Return the commands of a page. `...` stands for the flags of the last command with the same launcher and file."""
+    commands = []
+    last_flags = {}
     for match in COMMAND.finditer(text_of(page)):
         environment, launcher, file, flags = match.groups()
         flags = shlex.split(flags)
         key = (launcher.split()[0], file)
         if "..." in flags:
-            flags = [*above.get(key, []), *(flag for flag in flags if flag != "...")]
-        above[key] = flags
-        found.append(Command(page, match[0], environment.split(), launcher, file, tuple(flags)))
-    return found
+            flags = [*last_flags.get(key, []), *(flag for flag in flags if flag != "...")]
+        last_flags[key] = flags
+        commands.append(Command(page, match[0], environment.split(), launcher, file, tuple(flags)))
+    return commands
 
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 
 
 def launch_of(command):
-    """torchrun's options, and the number of nodes."""
+    """Return torchrun's options and the number of nodes."""
     options = get_args_parser().parse_args([*shlex.split(command.launcher)[1:], command.file])
     return options, int(options.nnodes.split(":")[-1])
 
 
 def processes_of(command):
-    """Of all nodes, and of one."""
+    """Return the number of processes on all nodes, and on one node."""
     values = dict(zip(command.flags, command.flags[1:], strict=False))
     count = int(values.get("--num-processes", PER_NODE))
     if not command.launcher.startswith("torchrun"):
@@ -81,7 +82,7 @@ def processes_of(command):
 
 
 def test_every_command_is_accepted_and_its_numbers_fit():
-    """By torchrun and by the script; on nodes of 8 GPUs where no number is printed."""
+    """By torchrun and by the script, on nodes of 8 GPUs if the command names no number."""
     for command in COMMANDS:
         size, per_node = processes_of(command)
         if not RECIPES.isdisjoint(command.flags):
@@ -96,8 +97,8 @@ def test_every_command_is_accepted_and_its_numbers_fit():
 
 
 def test_what_torchrun_restarts_resumes():
-    """On several nodes its store would still have the addresses of dead processes, but for a switch that only this kind
-    of rendezvous knows."""
+    """On several nodes torchrun's store keeps the addresses of dead processes, unless a switch is set, which works only
+    with the c10d rendezvous."""
     restarted = [command for command in COMMANDS if "--max-restarts" in command.launcher]
     assert restarted
     for command in restarted:
@@ -118,7 +119,7 @@ def test_no_command_is_overlooked():
 
 
 def test_benchmarks_know_their_flags():
-    """They take too long to run here. One takes the flags of a script, too."""
+    """They take too long to run here. will_it_fit.py also takes the flags of a script."""
     for command in COMMANDS:
         if command.file.startswith("tests/benchmarks/"):
             files = [command.file, *set(command.flags) & set(SCRIPTS), "common.py"]
@@ -158,12 +159,12 @@ def prose(page):
 
 
 def anchors(page):
-    """As GitHub makes them: the heading in lower case, without punctuation, with hyphens for spaces."""
-    found = []
+    """Return the anchors that GitHub makes of headings: lower case, no punctuation, hyphens for spaces."""
+    names = []
     for heading in re.findall(r"^#+ +(.+?) *$", prose(page), re.MULTILINE):
         heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
-        found.append(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"))
-    return found
+        names.append(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"))
+    return names
 
 
 def test_links_inside_the_repository_lead_somewhere():
@@ -174,7 +175,7 @@ def test_links_inside_the_repository_lead_somewhere():
 
 
 def test_every_table_renders():
-    """GitHub cuts off or fills up rows with other numbers of cells than the head. A bar behind a backslash is text."""
+    """Every row has as many cells as the head: GitHub drops or adds cells otherwise. A bar after a backslash is text."""
     for page in [*DOCUMENTS, ROOT / "tests" / "README.md"]:
         for table in re.findall(r"^\|.+\|$(?:\n\|.*$)+", prose(page), re.MULTILINE):
             head, ruler, *rows = [re.split(r"(?<!\\)\|", row.strip())[1:-1] for row in table.splitlines()]
