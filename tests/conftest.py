@@ -13,10 +13,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-# Before anything imports the Hugging Face libraries: no test reaches the network, or finds another run's caches.
+# Set before anything imports the Hugging Face libraries. No test may reach the network or find another run's caches.
 CACHES = tempfile.TemporaryDirectory()
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": CACHES.name}
-# A thread that waits for others sleeps: on a loaded machine, threads that spin take ten times the processor time.
+# Waiting threads sleep: on a loaded machine, spinning ones take ten times the CPU time.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch
@@ -31,51 +31,51 @@ import forked
 
 from inside import MODULES, builtin_article, draw_digits, train_tokenizer
 
-DEVICE = os.environ.get("DEVICE", "cpu")  # what the scripts run on, also where there is a GPU
+DEVICE = os.environ.get("DEVICE", "cpu")  # the scripts run on it, even on a machine with a GPU
 SCRIPTS = tuple(MODULES)
 VERSIONS = (1, 2)  # of FSDP
-SAVE_ON_CPU = VERSIONS if torch.__version__ >= (2, 14) else (2,)  # those that save a whole model there
-# Flags of small runs of the LM. Of a flag that comes twice the second counts.
+SAVE_ON_CPU = VERSIONS if torch.__version__ >= (2, 14) else (2,)  # the versions that can save a whole model on a CPU
+# Flags for small runs of the LM. If a flag appears twice, the second value counts.
 SMALL = (
     *("--seq-length", 32, "--global-batch-size", 16, "--micro-batch-size", 2, "--num-validation-texts", 3),
     *("--warmup-steps", 2, "--log-every", 1, "--precision", "fp32"),
 )
-CLOSE = {"abs": 1e-5}  # for losses of equal weights that are computed in another way; on a loss of about 1 to 8
-# For losses after several steps of Adam: of a gradient that is almost 0, rounding decides the sign of a step of lr.
+CLOSE = {"abs": 1e-5}  # for losses of about 1 to 8, computed in different ways from the same weights
+# For losses after several steps of Adam. If a gradient is almost 0, rounding decides the sign of a step of size lr.
 AFTER_ADAM = {"abs": 1e-4}
 
 
 def fsdp(version):
-    """The flags for a version of FSDP, which does not save where it cannot."""
+    """The flags for a version of FSDP. A version that cannot save on a CPU gets --no-save-model."""
     flags = ("--fsdp-version", version)
     return flags if version in SAVE_ON_CPU else (*flags, "--no-save-model")
 
 
 def pytest_sessionstart(session):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-    if session.config.getoption("dist", "no") == "no":  # in pytest's workers, or where it has none
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes background jobs ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes its command ignore it
+    if session.config.getoption("dist", "no") == "no":  # in a worker, or without workers
         forked.start_server()
 
 
 def run(script, *arguments, **options):
-    """Run a script as a user would: `run_many` with one list of arguments, and by the real command unless fork=True."""
+    """Run a script once: by the real command unless fork=True. Otherwise as `run_many`, without its check."""
     return run_many(script, [arguments], **{"fork": False, "check": False} | options)
 
 
 def succeed(*arguments, **options):
-    """`run`, and fail the test with the output when the script fails."""
+    """Like `run`, but a failing script fails the test, which shows the script's output."""
     return run(*arguments, **options, check=True)
 
 
 def run_many(
     script, settings, processes=None, fork=True, device=DEVICE, change=(), check=True, timeout=300, **environment
 ):
-    """Run a script once for each list of arguments, in one launch; returns the finished process, output as text.
+    """Run a script once for each list of arguments, in one launch. Returns the finished process, output as text.
 
-    `settings`: the lists, or {output folder: arguments}. `processes`: under torchrun, or by `python` alone when None.
-    `fork`: the processes are forks of one that has the imports done, except on a GPU; `per_node` as in forked.py.
-    `change`: the name of one of the changes in inside.py, and its arguments.
+    `settings`: the lists, or {output folder: arguments}. `processes`: torchrun's; None: plain `python`.
+    `fork`: fork the processes from one that has already done the imports (never on a GPU). `per_node`: see forked.py.
+    `change`: the name of a change in inside.py, and its arguments.
     """
     script = str(ROOT / script)
     if isinstance(settings, dict):
@@ -88,19 +88,19 @@ def run_many(
     environment = os.environ | environment
     if device not in ("cpu", "auto", None):
         fork = False
-        # Without TF32, which has 10 bits of mantissa. Processes may share a GPU.
+        # TF32 would keep only 10 bits of mantissa. Processes may share a GPU.
         environment |= {"NVIDIA_TF32_OVERRIDE": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     if fork:
         finished = forked.launch(script, settings, processes, environment, timeout, change, per_node)
     else:
-        # --standalone takes a free port, where the default is one port for all.
+        # --standalone takes a free port. By default all launches would share one.
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         command = torchrun if processes else [sys.executable]
         if len(settings) == 1 and not change:
             command += [script, *settings[0]]
         else:
             command += [ROOT / "tests" / "forked.py", script, json.dumps(settings), json.dumps(change)]
-            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each setting has a store of its own
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each setting needs its own store
         finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
     if check:
         output = f"{finished.stdout[-2000:]}\n{finished.stderr[-9000:]}"
@@ -110,8 +110,8 @@ def run_many(
 
 @contextlib.contextmanager
 def started(script, *flags, stderr=subprocess.PIPE, start=()):
-    """A command in a session of its own, as a terminal starts it, whose output can be read while it runs. It ends with
-    the block, or after 300 seconds, and what reads its output does too. `start`: a command that starts it."""
+    """Start a command in its own session, as a terminal does; its output can be read while it runs. The command ends
+    with the block, or after 300 seconds, so no reader of its output hangs. `start`: a command that starts it."""
     command = [*start, sys.executable, str(ROOT / script), *map(str, flags), "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
     with subprocess.Popen(command, **pipes, start_new_session=True) as running:
@@ -125,7 +125,7 @@ def started(script, *flags, stderr=subprocess.PIPE, start=()):
 
 
 def end_group(running):
-    """By SIGTERM first: torchrun's processes are in sessions of their own, and only torchrun ends them."""
+    """SIGTERM comes first: torchrun's processes have their own sessions, and only torchrun ends them."""
     if running.poll() is None:
         os.killpg(running.pid, signal.SIGTERM)
         try:
@@ -136,17 +136,16 @@ def end_group(running):
 
 @contextlib.contextmanager
 def hub(folder):
-    """A server with the files of one model. Gives the variables of a process that asks it, and the list of what it is
-    asked for."""
-    asked = []
+    """Serve the files of one model. Yields the variables that make a process use this server, and its requests."""
+    requests = []
 
     class Hub(http.server.SimpleHTTPRequestHandler):
         def translate_path(self, path):
-            asked.append(f"{self.command} {path}")
+            requests.append(f"{self.command} {path}")
             return str(folder / path.partition("?")[0].rpartition("/resolve/main/")[2])
 
         def end_headers(self):
-            self.send_header("X-Error-Code", "EntryNotFound")  # read where the code is 404
+            self.send_header("X-Error-Code", "EntryNotFound")  # the client reads it from a 404
             self.send_header("X-Repo-Commit", "0" * 40)
             self.send_header("ETag", hashlib.sha1(self.path.encode()).hexdigest())
             super().end_headers()
@@ -157,41 +156,39 @@ def hub(folder):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        yield {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}, asked
+        yield {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}, requests
         server.shutdown()
 
 
 def records(output_dir, *names):
-    """The records of `metrics.jsonl` with all of these names: "loss" for training, "val_loss" for validation."""
+    """The records of `metrics.jsonl` that have all these names: "loss" for training, "val_loss" for validation."""
     lines = (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if set(names) <= set(record)]
 
 
 def curve(output_dir, name="loss"):
-    """The values of one name, in order; of "loss", one for each line of training."""
+    """The values of one name, in order. "loss" has one for each logged step."""
     return [record[name] for record in records(output_dir, name)]
 
 
 def losses(output_dir):
-    """The loss of each step; of a step that was made twice, the last one."""
+    """The loss of each step. If a step ran twice, the last loss counts."""
     return {record["step"]: record["loss"] for record in records(output_dir, "loss")}
 
 
 def check_curves(output_dir, plain):
-    """Losses, gradient norms and, if there are three, validation losses are those of a plain loop."""
-    # How many values come before the second step of Adam shows.
+    """Losses and gradient norms equal those of a plain loop, and so do validation losses, if `plain` has them."""
+    # `exact`: how many values come before the second step of Adam can change them.
     for name, exact, values in zip(("loss", "grad_norm", "val_loss"), (2, 0, 1), plain, strict=False):
         exact = exact if DEVICE == "cpu" else 0
-        expected = [
-            pytest.approx(value, **CLOSE if number < exact else AFTER_ADAM) for number, value in enumerate(values)
-        ]
+        expected = [pytest.approx(value, **CLOSE if i < exact else AFTER_ADAM) for i, value in enumerate(values)]
         if name == "grad_norm":
             expected = pytest.approx(values, rel=1e-4)
         assert curve(output_dir, name) == expected, (output_dir, name)
 
 
 def write_csv(path, rows):
-    """Write dictionaries as a CSV file the way WikiHow's was: quoted where needed, Unix newlines."""
+    """Write dictionaries as a CSV file in WikiHow's style: quotes where needed, Unix newlines."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -200,7 +197,7 @@ def write_csv(path, rows):
 
 
 def write_mnist(folder, num_train=90, num_test=100):
-    """Write the built-in digits as torchvision keeps MNIST's files below `folder`."""
+    """Write the built-in digits below `folder`, in the files in which torchvision keeps MNIST."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for count, seed, part in ((num_train, 0, "train"), (num_test, 1, "t10k")):
@@ -214,7 +211,7 @@ def write_mnist(folder, num_train=90, num_test=100):
 
 @pytest.fixture(scope="session")
 def small_mnist(tmp_path_factory):
-    """90 training and 100 test images: 4 and 3 processes cannot divide them."""
+    """90 training images, which 4 processes cannot divide, and 100 test images, which 3 cannot."""
     return write_mnist(tmp_path_factory.mktemp("mnist"))
 
 
@@ -225,20 +222,20 @@ def articles_csv(tmp_path_factory):
 
 
 def make_tokenizer(folder):
-    """Of the built-in articles."""
+    """Train a tokenizer on the built-in articles, and save it."""
     articles = [builtin_article(index) for index in range(100)]
     texts = (text for article in articles for text in (article["text"], article["headline"]))
     train_tokenizer(texts, 1000, append_eos=True).save_pretrained(folder)
 
 
 def make_model(folder, kind="t5", is_tied=True, **changes):
-    """Write a tiny T5, or one of its kinds, with random weights and a tokenizer, as `from_pretrained` reads them."""
+    """Write a tiny T5, or a relative of it, with random weights and a tokenizer, as `from_pretrained` reads them."""
     make_tokenizer(folder)
     torch.manual_seed(0)
     shape = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2, "dropout_rate": 0.0}
     shape |= {"vocab_size": 1024, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0} | changes
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **shape))
-    if not is_tied:  # transformers goes by the weights
+    if not is_tied:  # transformers ties only equal weights
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) / 8)
     model.save_pretrained(folder)
     return folder

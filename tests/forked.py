@@ -1,9 +1,9 @@
-"""Start a script's processes as torchrun does, but as forks of one process that has imported everything already.
+"""Start a script's processes as torchrun does, but as forks of one process that has already imported everything.
 
-A launch then takes a moment and not the seconds that PyTorch and transformers take to import in each process. The forks
-share more than torchrun's processes do (the modules, the seed of hash()), so each script is tested under torchrun too.
+A launch then takes a moment, not the seconds that each process needs to import PyTorch and transformers. Forks share
+more than torchrun's processes do (modules, the seed of hash()), so each script is tested under torchrun too.
 
-One launch can run a script several times, each with other flags. Where forks will not do (a GPU, two nodes), so can
+One launch can run a script several times with different flags. On a GPU or two nodes, forks do not work. There, use
 
     torchrun --nproc_per_node 2 tests/forked.py t5_fsdp.py '[["--lr", "1"], ["--lr", "2"]]' '["no_dropout"]'
 """
@@ -31,10 +31,10 @@ FIRST_PORTS = itertools.cycle(range(4_000, 16_000, 100))
 
 
 def start_server():
-    """Start the process that is forked, which imports while the tests are collected."""
-    models = [f"transformers.models.{name}.modeling_{name}" for name in ("t5", "llama")]  # else each fork imports them
+    """Start the process that will be forked. It imports while pytest collects the tests."""
+    models = [f"transformers.models.{name}.modeling_{name}" for name in ("t5", "llama")]  # or each fork imports them
     CONTEXT.set_forkserver_preload(["forked", "datasets", "pytest", *models, *OURS])
-    # Python 3.11 does not hand it sys.path.
+    # Python 3.11 does not pass sys.path to it.
     with mock.patch.dict(os.environ, PYTHONPATH=f"{FOLDER.parent}{os.pathsep}{FOLDER}"):
         forkserver.ensure_running()
 
@@ -45,22 +45,22 @@ def run_rank(script, settings, change, environment, outputs):
     os.environ.update(environment)
     for stream, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
-    # Else what the script starts would come from here too. None is the platform's own way.
+    # Otherwise the script's own child processes would be forked here too. None is the platform's default.
     multiprocessing.set_start_method(environment.get("START_METHOD"), force=True)
     for name in OURS:
-        sys.modules.pop(name, None)  # imported for what they import
+        sys.modules.pop(name, None)  # the server imported them only to import their libraries
     run_settings(script, settings, change)
 
 
 def run_settings(script, settings, change):
-    """In this process. `change`: the name of a function of inside.py and its arguments; it gets the script as a module
-    before the script's main runs."""
-    gc.freeze()  # else each collection would walk through all that was imported, and copy its pages
+    """Run the script in this process. `change`: a function of inside.py and its arguments. It gets the script as a
+    module before the script's main runs."""
+    gc.freeze()  # otherwise each collection would visit all imported objects, and so copy their pages
     sys.path.insert(0, str(Path(script).parent))
     port = int(os.environ.get("MASTER_PORT", 0))
-    for number, arguments in enumerate(settings):
+    for index, arguments in enumerate(settings):
         if port:
-            os.environ["MASTER_PORT"] = str(port + number)
+            os.environ["MASTER_PORT"] = str(port + index)
         sys.argv = [script, *arguments]
         if change:
             inside = importlib.import_module("inside")
@@ -70,15 +70,15 @@ def run_settings(script, settings, change):
 
 
 def claim_ports(count):
-    """A socket on the first of so many free ports, which other launches leave alone while it is open. No system hands
-    these ports out by itself."""
+    """Find `count` free ports in a row. While the returned socket on the first one is open, other launches leave them
+    alone. Operating systems never assign these ports themselves."""
     for first in FIRST_PORTS:
         sockets = [socket.socket() for _ in range(count)]
         try:
             for port, probe in enumerate(sockets, first):
                 probe.bind(("localhost", port))
             return sockets.pop(0)
-        except OSError:  # another process has one
+        except OSError:  # another process has a port
             continue
         finally:
             for probe in sockets:
@@ -86,25 +86,25 @@ def claim_ports(count):
 
 
 def launch(script, settings, processes, environment, timeout, change=(), per_node=None):
-    """As conftest's `run_many`; returns what subprocess.run would. All ranks end when one fails; the exit code is then
-    its own. `per_node`: how many of the ranks take themselves to be on one node; all unless given."""
+    """As conftest's `run_many`. Returns what subprocess.run would. When a rank fails, all end, and its exit code is
+    returned. `per_node`: how many ranks believe that they share a node; by default all."""
     environments = [environment]
     if processes:
         per_node = per_node or processes
-        claim = claim_ports(len(settings) + 1)  # each setting has a port of its own
+        claim = claim_ports(len(settings) + 1)  # each setting has its own port
         shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": claim.getsockname()[1] + 1}
         shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
         environments = []
         for rank in range(processes):
-            of_rank = shared | {"RANK": rank, "LOCAL_RANK": rank % per_node}
-            environments.append(environment | {name: str(value) for name, value in of_rank.items()})
+            variables = shared | {"RANK": rank, "LOCAL_RANK": rank % per_node}
+            environments.append(environment | {name: str(value) for name, value in variables.items()})
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         for path in outputs:
             path.touch()
         ranks = [
-            CONTEXT.Process(target=run_rank, args=(script, settings, change, of_rank, outputs))
-            for of_rank in environments
+            CONTEXT.Process(target=run_rank, args=(script, settings, change, environment, outputs))
+            for environment in environments
         ]
         deadline = time.monotonic() + timeout
         try:

@@ -1,7 +1,7 @@
-"""The one file that names what is inside a script: after a rename there, this is the file to change.
+"""The one file that uses names from inside the scripts. If you rename something in a script, change this file.
 
-First what tests call; then changes, which `run_many(..., change=(NAME, ARGUMENT, ...))` makes to a script in each of
-its processes before its main runs: faults, and looks inside.
+First come functions that tests call. Then come changes: `run_many(..., change=(NAME, ARGUMENT, ...))` applies one to a
+script in each process, before its main runs. A change injects a fault or records what the script does.
 """
 
 import copy
@@ -45,7 +45,7 @@ peak_gib = common.peak_gib
 train_tokenizer = common.train_tokenizer
 
 
-# A user's own script, in which all are given bad input, or one is killed or crashes while the other waits for it.
+# A user's own script. Both ranks report bad input, or one rank is killed or crashes while the other waits for it.
 SMALL_SCRIPT = """
 import argparse, os, signal, sys
 import common
@@ -72,14 +72,14 @@ def world_of(rank=0, size=1):
 
 
 def parse(script, *flags):
-    """What the script's main gets as args. Raises UserError where the script would end, and pytest with it."""
+    """What the script's main gets as `args`. Raises UserError where the script would exit, which would end pytest."""
     argv = mock.patch.object(sys, "argv", [script, *map(str, flags)])
     with argv, mock.patch.object(common, "fail", side_effect=UserError):
         return MODULES[script].parse_args()
 
 
 def check_settings(script, args):
-    """Raises UserError where a run with these args does not resume from its output folder."""
+    """Raises UserError if a run with these args cannot resume from its output folder."""
     with mock.patch.object(common, "from_rank0", side_effect=lambda value: value):
         assert common.find_checkpoint(args, MODULES[script].MUST_MATCH, args.output_dir / "model")
 
@@ -94,13 +94,13 @@ t5_tokenize = t5_fsdp.tokenize
 
 
 def t5_articles(path, text="text", summary="headline"):
-    """Two datasets of texts and summaries, to train on and to validate on, as one process would load them."""
+    """Two datasets of texts and summaries, for training and validation, as one process loads them."""
     with mock.patch("torch.distributed.get_rank", return_value=0):
         return common.load_articles(str(path), text, summary, 0.75)
 
 
 def rouge(reference, summary):
-    """F-measures of ROUGE-1, 2 and L."""
+    """The F-measures of ROUGE-1, ROUGE-2 and ROUGE-L."""
     scorer = t5_fsdp.RougeScorer(t5_fsdp.ROUGE, tokenizer=t5_fsdp.RougeTokenizer())
     return [score.fmeasure for score in scorer.score(reference, summary).values()]
 
@@ -112,24 +112,24 @@ lm_is_held_out = lm_multinode.is_held_out
 
 
 def lm_shape(name, vocabulary):
-    """A model of one of the shapes of --model, on the meta device."""
+    """The model of a built-in --model shape, on the meta device."""
     tokenizer = mock.MagicMock(eos_token_id=1, __len__=lambda _: vocabulary)
     return lm_multinode.make_meta_model(lm_multinode.load_config(parse("lm_multinode.py", "--model", name), tokenizer))
 
 
 def lm_model(args):
-    """That of a pretrained --model, on the meta device."""
+    """The model of a pretrained --model, on the meta device."""
     tokenizer = common.load_tokenizer(args.model)
     return lm_multinode.make_meta_model(lm_multinode.load_config(args, tokenizer))
 
 
 def lm_mesh_shape(args, size, per_node):
-    """Replicas and shards of each. Raises UserError where processes cannot form them."""
+    """The number of replicas, and of shards in each. Raises UserError if the processes cannot form them."""
     return lm_multinode.mesh_shape(args, world_of(size=size)._replace(local_size=per_node))
 
 
 def lm_data(args, tokenizer, script=lm_multinode):
-    """The texts of the dataset, and the sequences to validate on, as one process would load them."""
+    """The texts of the dataset, and the sequences for validation, as one process loads them."""
     args = copy.copy(args)
     args.tokenizer = "given"
     with mock.patch.object(script.common, "load_tokenizer", return_value=tokenizer):
@@ -138,40 +138,40 @@ def lm_data(args, tokenizer, script=lm_multinode):
 
 
 def lm_all_texts(args):
-    """Of the dataset, in order."""
+    """All texts of the dataset, sorted."""
     texts = lm_multinode.Texts(args)
     return sorted(row[texts.column] for row in texts.open(texts.paths))
 
 
 def lm_first_texts(args):
-    """Those that a tokenizer learns from, and those that are validated on."""
+    """The texts that a tokenizer learns from, and the texts for validation."""
     return lm_multinode.first_texts(args, lm_multinode.Texts(args))
 
 
-def lm_stream(args, tokenizer, number, num_streams):
-    """A function that opens a stream of sequences, which has `state_dict` and `load_state_dict`."""
+def lm_stream(args, tokenizer, index, num_streams):
+    """A function that opens a stream of sequences. Streams have `state_dict` and `load_state_dict`."""
     texts, _ = lm_data(args, tokenizer)
-    return functools.partial(lm_multinode.make_stream, args, texts, tokenizer, number, num_streams)
+    return functools.partial(lm_multinode.make_stream, args, texts, tokenizer, index, num_streams)
 
 
 def lm_held_out(args, tokenizer, script=lm_multinode):
-    """The held-out texts in full sequences: arrays of all input_ids, all labels."""
+    """The held-out texts, packed into full sequences: an array of input_ids, and one of labels."""
     _, validation_set = lm_data(args, tokenizer, script)
     return {name: rows.numpy() for name, rows in validation_set.items()}
 
 
 def lm_packed(texts, args, tokenizer, script=lm_multinode):
-    """The sequences of a block of texts."""
+    """The sequences into which a block of texts is packed."""
     return script.pack(script.tokenize(texts, tokenizer), args.seq_length)
 
 
 def lm_steps(args, tokenizer, script=lm_multinode, size=1):
-    """Yield the sequences of each step, without a worker: those of each stream as arrays, rank after rank."""
+    """Yield each step without a worker process: a list of the streams' sequences as arrays, ordered by rank."""
     texts, _ = lm_data(args, tokenizer, script)
     ranks = [script.Steps(args, world_of(rank, size), texts, tokenizer, None) for rank in range(size)]
-    for of_ranks in zip(*ranks, strict=True):
+    for parts in zip(*ranks, strict=True):
         streams = []
-        for sequences, _ in of_ranks:
+        for sequences, _ in parts:
             for first in range(0, len(sequences["labels"]), ranks[0].num_sequences):
                 rows = slice(first, first + ranks[0].num_sequences)
                 streams.append({name: tensor[rows].numpy() for name, tensor in sequences.items()})
@@ -179,7 +179,7 @@ def lm_steps(args, tokenizer, script=lm_multinode, size=1):
 
 
 def lm_loader(args, tokenizer):
-    """The steps of one process as tensors, and positions, through the loader and its worker process."""
+    """The steps of one process, as tensors and positions, from the loader and its worker process."""
     return lm_multinode.steps_on_device(args, world_of(), lm_data(args, tokenizer)[0], tokenizer, None)
 
 
@@ -188,14 +188,14 @@ lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
 
 
 def set_up(args):
-    """What `run` does before the script's main: the process group, the device; and the precision, as main does."""
+    """Set up the process group and the device, as `run` does before main, and the precision, as main does."""
     world = common.setup(common.find_device_type(args.device))
     args.precision = common.choose_precision(args.precision, world.device)
     return world
 
 
 def lm_trainer(args, world, config, steps):
-    """The model, and a function that makes the next of `steps`: micro-batches of this rank, and positions."""
+    """The model, and a function that trains on the next of `steps`: this rank's micro-batches, and positions."""
     full_model = lm_multinode.load_model(args, config) if world.rank == 0 else None
     meta_model = lm_multinode.make_meta_model(config)
     common.untie(meta_model, full_model, world)
@@ -205,18 +205,18 @@ def lm_trainer(args, world, config, steps):
 
 # ---- Changes ---------------------------------------------------------------------------------------------------------
 def load_module(path):
-    """A script as a module, also a user's copy."""
+    """Load a script, or a user's copy of one, as a module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # what its workers unpickle is there
+    sys.modules[spec.name] = module  # its workers unpickle names from there
     spec.loader.exec_module(module)
     return module
 
 
 def start_changed(path, change, *arguments):
-    """What the last lines of a script do, after a change."""
+    """Change a script, then do what its last lines do."""
     sys.path.insert(0, str(Path(path).parent))
-    del sys.modules["common"]  # a user's copy of the script has its own beside it
+    del sys.modules["common"]  # a user's copy of a script imports the common.py next to it
     script = load_module(path)
     globals()[change](script, *arguments)
     args = script.parse_args()
@@ -227,12 +227,12 @@ def start_changed(path, change, *arguments):
 
 
 def no_dropout(script):
-    """Each rank has its own dropout: parity needs none."""
+    """Switch dropout off. Each rank draws its own, so losses would differ from a plain loop's."""
     torch.nn.Dropout.forward = lambda self, x: x
 
 
 def signal_in_step(script, rank, step, name="SIGKILL", times=1):
-    """A rank gets a signal right after it has updated its shards; after a restart by torchrun no more."""
+    """Signal a rank right after it has updated its shards, but not after a restart by torchrun."""
     steps = itertools.count(1)
 
     def after_update(*_):
@@ -245,25 +245,25 @@ def signal_in_step(script, rank, step, name="SIGKILL", times=1):
 
 
 def read_other_data(script):
-    """The nodes have different copies of the dataset."""
+    """Give the nodes different copies of the dataset."""
     load_data = script.load_data
 
     def load_and_change(args, checkpoint):
-        texts, *rest = load_data(args, checkpoint)
+        texts, *others = load_data(args, checkpoint)
         texts.checksum += dist.get_rank()
-        return texts, *rest
+        return texts, *others
 
     script.load_data = load_and_change
 
 
 def lose_workers(script):
-    """Each worker falls silent before it sends a batch, as where /dev/shm is full."""
-    read_for_ever(script, 0)
+    """Make each worker hang before it sends a batch, as when /dev/shm is full."""
+    read_without_end(script, 0)
     script.common.WORKERS["timeout"] = 3
 
 
-def read_for_ever(script, steps):
-    """The LM's workers hand over so many steps, and read on."""
+def read_without_end(script, steps):
+    """Make the LM's workers send `steps` steps, then read without end."""
     iterate = script.Steps.__iter__
 
     def iterate_and_wait(self):
@@ -274,19 +274,19 @@ def read_for_ever(script, steps):
 
 
 def in_own_session(script):
-    """All that this rank starts can then be found by its session, and gets the signals of its group, as under Slurm."""
+    """Give this rank its own process group, as under Slurm, and session: by it a test finds what the rank started."""
     os.setsid()
-    os.write(1, f"session {os.getpid()}\n".encode())  # at once: lines of two processes do not mix
+    os.write(1, f"session {os.getpid()}\n".encode())  # one write, so that lines of two processes do not mix
 
 
 def stop_group(script, name, worker_start):
-    """This rank and its workers get a signal in the middle of the second step. `worker_start`: how they start."""
+    """Signal this rank and its workers in the middle of the second step. `worker_start`: how the workers start."""
     in_own_session(script)
     script.common.WORKERS["multiprocessing_context"] = worker_start
     summed_loss = script.summed_loss
     losses = itertools.count(1)
     args = script.parse_args()
-    micro_batches = args.global_batch_size // (2 * args.micro_batch_size)  # of a rank in a step
+    micro_batches = args.global_batch_size // (2 * args.micro_batch_size)  # each rank's, in a step
 
     def lose_and_stop(model, batch):
         if torch.is_grad_enabled() and next(losses) == micro_batches + 3:
@@ -297,20 +297,20 @@ def stop_group(script, name, worker_start):
 
 
 def kill_alone(script, step):
-    """Rank 1 is killed in a step, and nobody else; its worker is reading."""
+    """Kill rank 1, and no other process, in a step, while its worker is reading."""
     in_own_session(script)
-    read_for_ever(script, step)
+    read_without_end(script, step)
     signal_in_step(script, 1, step)
 
 
-def kill_in_save(script, rank, number):
-    """A rank dies in its save of that number, when its own shards are written and `.metadata` is not."""
+def kill_in_save(script, rank, save):
+    """Kill a rank in its first, second, ... save, after it has written its shards and before `.metadata` is written."""
     saves = itertools.count(1)
     write_data = torch.distributed.checkpoint.FileSystemWriter.write_data
 
     def write_and_die(*arguments):
         written = write_data(*arguments)
-        if next(saves) == number and dist.get_rank() == rank:
+        if next(saves) == save and dist.get_rank() == rank:
             written.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return written
@@ -318,13 +318,13 @@ def kill_in_save(script, rank, number):
     torch.distributed.checkpoint.FileSystemWriter.write_data = write_and_die
 
 
-def kill_in_export(script, number):
-    """Before it removes or moves the file of that number."""
-    numbers = itertools.count(1)
+def kill_in_export(script, file):
+    """Kill the process before it removes or moves its first, second, ... file."""
+    files = itertools.count(1)
 
     def dying(change):
         def change_or_die(*arguments):
-            if next(numbers) == number:
+            if next(files) == file:
                 os.kill(os.getpid(), signal.SIGKILL)
             return change(*arguments)
 
@@ -334,26 +334,27 @@ def kill_in_export(script, number):
     Path.replace = dying(Path.replace)
 
 
-def infinite_loss(script, rank, number, in_training=True, only_gradient=False):
-    """Of a rank's micro-batch of that number, in training or in validation; or its gradient, of a finite loss."""
+def infinite_loss(script, rank, micro_batch, in_training=True, only_gradient=False):
+    """Make the loss of a rank's first, second, ... micro-batch infinite, or only the gradient of a finite loss."""
     summed_loss = script.summed_loss
-    numbers = itertools.count(1)
+    micro_batches = itertools.count(1)
 
     def infinite_once(model, batch):
         result = summed_loss(model, batch)
-        loss, *more = result if isinstance(result, tuple) else [result]
-        if torch.is_grad_enabled() == in_training and next(numbers) == number and dist.get_rank() == rank:
+        loss, *others = result if isinstance(result, tuple) else [result]
+        is_kind = torch.is_grad_enabled() == in_training
+        if is_kind and next(micro_batches) == micro_batch and dist.get_rank() == rank:
             if only_gradient:
                 loss.register_hook(lambda gradient: gradient * float("inf"))
             else:
                 loss = loss * float("inf")
-        return (loss, *more) if more else loss
+        return (loss, *others) if others else loss
 
     script.summed_loss = infinite_once
 
 
 def capture_graphs(script):
-    """--compile captures and runs graphs, but makes no machine code of them, which takes a minute."""
+    """Make --compile capture and run graphs, but not compile them to machine code, which takes a minute."""
 
     def count_graph(graph, inputs):
         os.write(2, b"graph captured\n")
@@ -363,10 +364,10 @@ def capture_graphs(script):
 
 
 def record_shards(script):
-    """Write sums of the shards that this rank holds at a validation, and which of them are offloaded."""
+    """Write shards-RANK.json at each validation: the sums of this rank's shards, and which shards are offloaded."""
     validate = script.validate
 
-    def record_and_validate(args, world, model, *rest, **options):
+    def record_and_validate(args, world, model, *others, **options):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
         seen = {
@@ -374,7 +375,7 @@ def record_shards(script):
             "offloaded": [parameter.offload_to_cpu for group in groups if group for parameter in group.fsdp_params],
         }
         (args.output_dir / f"shards-{world.rank}.json").write_text(json.dumps(seen))
-        return validate(args, world, model, *rest, **options)
+        return validate(args, world, model, *others, **options)
 
     script.validate = record_and_validate
 
@@ -391,12 +392,12 @@ class Operators(TorchDispatchMode):
         return operator(*arguments, **(options or {}))
 
 
-# Of these the host gets a number, or a shape that depends on numbers: on a GPU it waits for them.
+# These operators return a value, or a shape that depends on values, to the host. On a GPU the host waits for it.
 READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_consecutive")
 
 
 def record_host_reads(script):
-    """Write what each training step of this rank reads from the device to reads-RANK.json."""
+    """Write reads-RANK.json: the operators by which each training step of this rank reads the device."""
     train_step = script.train_step
     steps = []
 
@@ -415,41 +416,40 @@ def record_host_reads(script):
 
 
 def record_collectives(script):
-    """Write to collectives-RANK.json, for each step and for what follows it, in order [name, bytes, processes] of each
-    collective, with ["compute", 0, 1] for each product of matrices."""
+    """Write collectives-RANK.json: [name, bytes, processes] of each collective, in order, for each step and for what
+    follows it. ["compute", 0, 1] stands for each matrix product."""
     train_step = script.train_step
     main = script.main
-    found = {"after 0": []}
+    calls_by_phase = {"after 0": []}
 
     def see(operator, arguments):
-        *_, calls = found.values()
+        *_, calls = calls_by_phase.values()
         if operator._schema.name in ("aten::mm", "aten::addmm", "aten::bmm"):
             calls.append(["compute", 0, 1])
         if operator.namespace == "c10d":
             [group] = [a for a in arguments if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
             sizes = [leaf.nbytes for leaf in tree_leaves(arguments[:2]) if torch.is_tensor(leaf)]
             name = operator._schema.name.removeprefix("c10d::").strip("_")
-            # The largest tensor is whole, and not one part of it.
+            # Of the tensors, the largest is the whole one, not a shard.
             calls.append([name, max(sizes, default=0), dist.ProcessGroup.unbox(group).size()])
 
     def recorded_step(*arguments):
-        step = 1 + len(found) // 2
-        found[f"step {step}"] = []
+        step = 1 + len(calls_by_phase) // 2
+        calls_by_phase[f"step {step}"] = []
         result = train_step(*arguments)
-        found[f"after {step}"] = []
+        calls_by_phase[f"after {step}"] = []
         return result
 
     def recorded_main(args, world):
         script.train_step = recorded_step
         with Operators(see):
             main(args, world)
-        (args.output_dir / f"collectives-{world.rank}.json").write_text(json.dumps(found))
+        (args.output_dir / f"collectives-{world.rank}.json").write_text(json.dumps(calls_by_phase))
 
     script.main = recorded_main
 
 
 def record_peak(script):
-    """See memory_tracker.py."""
     sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
     import memory_tracker
 

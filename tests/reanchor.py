@@ -1,7 +1,7 @@
-"""After a change of the scripts: `python tests/reanchor.py` gives the diffs in docs/recipes/ their new places in them.
+"""Run `python tests/reanchor.py` after changing the scripts: it updates the lines that docs/recipes/*.diff name.
 
-They have three lines of context, so that `patch` finds its place in an edited copy, too. One that no longer applies is
-named, and stays as it is. Read what changed.
+The diffs keep three lines of context, so `patch` also finds its target in an edited copy. A diff that no longer applies
+stays as it is, and its name is printed. Review the changes with `git diff`.
 """
 
 import re

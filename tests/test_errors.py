@@ -1,4 +1,4 @@
-"""Bad input ends with code 2 and one sentence on stderr, which names the flag and the cure; nothing is saved."""
+"""Bad input ends a run with code 2, and one sentence on stderr names the flag and the cure. Nothing is saved."""
 
 import json
 import shlex
@@ -24,11 +24,11 @@ from inside import train_tokenizer
 T5 = "t5_fsdp.py --model t5 --dataset articles.csv"
 MNIST = "mnist_fsdp.py --dataset mnist --data-dir mnist"
 
-# A user's command, its processes, and what the sentence names: the flag and the cure, or the library's cause.
-# What all scripts share is tested with t5_fsdp.py.
+# A user's command, its number of processes, and words of the sentence: the flag and the cure, or the library's message.
+# t5_fsdp.py stands for all scripts where they share the check.
 USUAL = [
     ("t5_fsdp.py --epoch 1", 1, "--epoch 1"),
-    ("t5_fsdp.py --batch-size 4", 2, "--batch-size 4"),  # of two processes one speaks
+    ("t5_fsdp.py --batch-size 4", 2, "--batch-size 4"),  # only one of two processes prints it
     ("t5_fsdp.py --micro-batch-size 0", 2, "--micro-batch-size", "1 or more"),
     ("t5_fsdp.py --num-processes 4", 2, "torchrun has started 2", "--num-processes"),
     ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
@@ -64,21 +64,21 @@ RARE = [
     ("t5_fsdp.py --dataset someone/absent", 1, "someone/absent"),
     ("lm_multinode.py --dataset someone/absent", 1, "someone/absent"),
     ("lm_multinode.py --dataset some.jsonl --seq-length 2048", 1, "texts", "--seq-length"),
-    ("lm_multinode.py --model small --seq-length 64", 1, "--model small knows 9 tokens", "the tokenizer has"),
+    ("lm_multinode.py --model small --seq-length 64", 1, "--model small has a vocabulary of 9", "the tokenizer has"),
     ("lm_multinode.py --model added", 1, "--model added", "the tokenizer has"),
     (f"{T5} --lr 1e30 --precision fp32 --no-run-validation --checkpoint-every 2", 1, "finite", "--lr"),
     (f"{MNIST} --lr 1e30 --model shallow --global-batch-size 16 --mode fsdp", 2, "finite", "--lr"),
     ("mnist_fsdp_xpu.py --device cpu --global-batch-size 99998", 2, "do not fill --global-batch-size"),
 ]
-MISTAKES = [pytest.param(*one[:2], one[2:], id=one[0]) for one in USUAL]
-MISTAKES += [pytest.param(*one[:2], one[2:], id=one[0], marks=pytest.mark.long) for one in RARE]
+MISTAKES = [pytest.param(*case[:2], case[2:], id=case[0]) for case in USUAL]
+MISTAKES += [pytest.param(*case[:2], case[2:], id=case[0], marks=pytest.mark.long) for case in RARE]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, articles_csv, tiny_llama):
     folder = tmp_path_factory.mktemp("files")
     shutil.copy(articles_csv, folder)
-    rows = [{"text": f"text {number}"} for number in range(100)]
+    rows = [{"text": f"text {index}"} for index in range(100)]
     for name, content in {"some": rows, "mixed": [*rows, {"text": 404}], "columns": [{"body": "a"}]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     (folder / "one.txt").write_text("A line.\n" * 99)
@@ -117,7 +117,7 @@ def files(tmp_path_factory, articles_csv, tiny_llama):
 
 @pytest.fixture
 def here(files, monkeypatch):
-    """In that folder, without a network; nothing is saved."""
+    """Run in the folder `files`, without a network. Afterwards, check that nothing was saved."""
     monkeypatch.chdir(files)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
@@ -127,7 +127,7 @@ def here(files, monkeypatch):
 
 
 def refuse(script, *flags, words, processes=1, fork=True, **options):
-    """The command ends with code 2 and one sentence, which has these words."""
+    """Check that a command ends with code 2 and one sentence, which contains these words."""
     finished = run(script, *flags, processes=processes, fork=fork, **options)
     start = f"{Path(script).name}: error: "
     [sentence] = [line for line in finished.stderr.splitlines() if line.startswith(start)]
@@ -145,8 +145,8 @@ def test_a_mistake_is_one_sentence(command, processes, words, here):
 
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_worker_that_falls_silent_ends_the_run(processes, here, tmp_path):
-    """As where /dev/shm is full: what it sends is lost. The run does not wait for ever."""
+def test_a_worker_that_hangs_ends_the_run(processes, here, tmp_path):
+    """For example, /dev/shm is full, and what the worker sends is lost. The run must not wait without end."""
     start = time.monotonic()
     finished = run("lm_multinode.py", "--output-dir", tmp_path, processes=processes, fork=True, change=["lose_workers"])
     assert finished.returncode not in (0, None)
@@ -157,16 +157,15 @@ def test_a_worker_that_falls_silent_ends_the_run(processes, here, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", "gemma2 gpt_oss bloom mamba falcon t5 biogpt gemma3 bert".split())
-def test_a_model_that_the_lm_cannot_train(kind, here, tmp_path):
-    """Before its weights are read: there are none."""
+def test_a_model_that_the_lm_cannot_train_is_refused(kind, here, tmp_path):
+    """The script refuses it before it reads weights: there are none."""
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     refuse("lm_multinode.py", "--model", tmp_path, "--tokenizer", "short", words=[f"--model {tmp_path}"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "doge"])
-def test_a_model_that_chooses_what_it_attends_to(kind, here, tmp_path):
-    """By a mask of its own, or by an index."""
+def test_a_model_with_its_own_mask_or_index_of_attention_is_refused(kind, here, tmp_path):
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {kind}")
     make_tokenizer(tmp_path)
@@ -180,18 +179,18 @@ def test_a_model_that_chooses_what_it_attends_to(kind, here, tmp_path):
     refuse("lm_multinode.py", "--model", tmp_path, "--seq-length", 32, words=words)
 
 
-def test_nodes_with_different_data(here):
+def test_different_data_on_two_nodes_is_refused(here):
     change = ("read_other_data",)
     refuse("lm_multinode.py", words=["--dataset", "all nodes"], processes=2, per_node=1, change=change)
 
 
 @pytest.mark.long
-def test_ranks_that_are_dealt_to_nodes_in_turn(here):
-    """The second process of four on two nodes, as `srun -m cyclic` numbers them."""
+def test_a_node_without_consecutive_ranks_is_refused(here):
+    """This is the second of four processes on two nodes, as `srun -m cyclic` numbers them."""
     ranks = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     refuse("t5_fsdp.py", words=["consecutive", "-m block"], processes=None, **ranks)
 
 
-@pytest.mark.skipif(torch.xpu.is_available(), reason="there is an Intel GPU, on which it trains")
+@pytest.mark.skipif(torch.xpu.is_available(), reason="it would train on the Intel GPU here")
 def test_the_xpu_script_trains_on_a_cpu_only_when_told_to(here):
     refuse("mnist_fsdp_xpu.py", words=["--device xpu", "--device cpu"], device=None)

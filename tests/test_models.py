@@ -1,7 +1,7 @@
-"""Models as strangers bring them: any causal language model of transformers, any T5, each with tiny random weights.
+"""Models that users bring: any causal language model of transformers, and any T5, each tiny and with random weights.
 
-Their losses are those of plain transformers, with the model's own eager attention; the same on one and two processes,
-under each strategy, and after a resume on another number of processes.
+Their losses equal those of plain transformers, with the model's own eager attention: on one and two processes, under
+each strategy, and after a resume on another number of processes.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from inside import LM_STRATEGIES, lm_mfu_per_token_per_second, lm_model, parse, t5_articles, world_of
 
-LENGTH = 32  # of SMALL
+LENGTH = 32  # the --seq-length of SMALL
 STEPS = 3
 LM = (*SMALL, "--max-steps", STEPS, "--lr", 2e-3)
 
@@ -52,7 +52,7 @@ KINDS = {
     "qwen3": {**GROUPED, "tie_word_embeddings": True},
     "gemma3_text": {**GROUPED, "sliding_window": LENGTH, "layer_types": ["sliding_attention", "full_attention"]},
     "lfm2": {**SHAPE, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
-    # A layer inside another.
+    # Here a layer contains another layer.
     "zamba2": {**SHAPE, "hybrid_layer_ids": [1], "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1}
     | {"mamba_headdim": 16, "n_mamba_heads": 4, "mamba_d_state": 8, "chunk_size": 16, "num_key_value_heads": 4},
     # Two or four processes cannot divide three experts.
@@ -71,13 +71,13 @@ def causal(tmp_path_factory):
         config.initializer_range = 0.2
         AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
         tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
-        if name == "gemma3_text":  # as the published ones: a token for images is behind the end of the embedding
-            tokenizer.add_tokens([f"<unused{number}>" for number in range(len(tokenizer), 1024)])
+        if name == "gemma3_text":  # as in published ones, the id of a token for images is too large for the embedding
+            tokenizer.add_tokens([f"<unused{index}>" for index in range(len(tokenizer), 1024)])
             tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
             assert len(tokenizer) == 1025
         tokenizer.save_pretrained(root / name)
 
-    # Tied by its config, but two weights in its file: transformers does not tie them.
+    # The config says tied, but the file has two weights, so transformers does not tie them.
     model = AutoModelForCausalLM.from_pretrained(root / "qwen2")
     model.config.tie_word_embeddings = True
     model.save_pretrained(root / "qwen2")
@@ -88,26 +88,26 @@ EAGER = {"attn_implementation": "eager"}
 
 
 def check_model(model, folder):
-    """The validation losses before and after training are those of the folders that were read and written."""
+    """The validation losses before and after training are those of the model that was read, and of the exported one."""
     before, *_, after = curve(folder, "val_loss")
     assert before == pytest.approx(lm_validation_loss(model, *LM, **EAGER), **CLOSE), folder
     assert after == pytest.approx(lm_validation_loss(folder / "model", *LM, **EAGER), **CLOSE), folder
     assert abs(after - before) > 1e-3, folder
 
 
-def check_same(folder, other):
-    """Two runs have computed the same in other ways."""
-    assert curve(folder)[0] == pytest.approx(curve(other)[0], **CLOSE), folder
-    assert curve(folder) == pytest.approx(curve(other), **AFTER_ADAM), folder
-    assert curve(folder, "grad_norm") == pytest.approx(curve(other, "grad_norm"), rel=1e-3), folder
+def check_same(folder, reference):
+    """Two runs have computed the same in different ways."""
+    assert curve(folder)[0] == pytest.approx(curve(reference)[0], **CLOSE), folder
+    assert curve(folder) == pytest.approx(curve(reference), **AFTER_ADAM), folder
+    assert curve(folder, "grad_norm") == pytest.approx(curve(reference, "grad_norm"), rel=1e-3), folder
 
 
 FIRST = ("gpt2", "bert", "gemma3_text", "mixtral")
-REST = pytest.param([name for name in CAUSAL if name not in FIRST], marks=pytest.mark.long, id="others")
+OTHERS = pytest.param([name for name in CAUSAL if name not in FIRST], marks=pytest.mark.long, id="others")
 
 
-@pytest.mark.parametrize("names", [pytest.param(FIRST, id="first"), REST])
-def test_any_causal_model_trains_as_transformers_has_it(names, causal, tmp_path):
+@pytest.mark.parametrize("names", [pytest.param(FIRST, id="first"), OTHERS])
+def test_any_causal_model_has_the_losses_of_transformers(names, causal, tmp_path):
     for processes in (1, 2):
         settings = {tmp_path / f"{name}-{processes}": (*LM, "--model", causal / name) for name in names}
         run_many("lm_multinode.py", settings, processes)
@@ -118,7 +118,7 @@ def test_any_causal_model_trains_as_transformers_has_it(names, causal, tmp_path)
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma3_text", "mixtral"])
-def test_under_each_strategy_recomputing_offloading_and_resumed(name, causal, tmp_path):
+def test_models_train_alike_under_each_strategy_recomputing_offloading_and_resumed(name, causal, tmp_path):
     flags = (*LM, "--model", causal / name)
     run_many("lm_multinode.py", {tmp_path / "one": flags}, 1)
     settings = {}
@@ -132,7 +132,7 @@ def test_under_each_strategy_recomputing_offloading_and_resumed(name, causal, tm
         check_model(causal / name, folder)
         check_same(folder, tmp_path / "one")
 
-    # From step 2, as if the run had been stopped there.
+    # Resume from step 2, as if the run had stopped there.
     for path in (tmp_path / "resumed" / "checkpoints").glob(f"step-*{STEPS}"):
         (path / ".metadata").unlink()
     run_many("lm_multinode.py", {tmp_path / "resumed": (*flags, "--checkpoint-every", 2, "--resume")}, 2)
@@ -142,30 +142,30 @@ def test_under_each_strategy_recomputing_offloading_and_resumed(name, causal, tm
 
 @pytest.mark.long
 def test_compiled_models_keep_their_losses(causal, tmp_path):
-    """Into graphs that are run as they are: machine code is made in test_fsdp.py."""
+    """The graphs run uncompiled: test_fsdp.py makes machine code once."""
     flags = (*LM, "--micro-batch-size", 3, "--activation-checkpointing", "--max-steps", 1, "--model")
-    ways = {name: (*flags, causal / name) for name in ("gpt2", "gpt_neox", "gemma3_text", "qwen3_moe")}
-    run_many("lm_multinode.py", {tmp_path / name: ways[name] for name in ways}, 2)
-    settings = {tmp_path / f"{name}-compiled": (*ways[name], "--compile") for name in ways}
+    runs = {name: (*flags, causal / name) for name in ("gpt2", "gpt_neox", "gemma3_text", "qwen3_moe")}
+    run_many("lm_multinode.py", {tmp_path / name: runs[name] for name in runs}, 2)
+    settings = {tmp_path / f"{name}-compiled": (*runs[name], "--compile") for name in runs}
     run_many("lm_multinode.py", settings, 2, change=("capture_graphs",))
-    for name in ways:
+    for name in runs:
         check_same(tmp_path / f"{name}-compiled", tmp_path / name)
 
 
-def test_mfu_counts_what_a_token_computes(causal):
-    """PaLM's formula; of experts those that a token uses."""
-    for name, of_experts in {"llama": 1, "gpt_neox": 1, "mixtral": 2 / 3, "qwen3_moe": 2 / 4}.items():
+def test_mfu_counts_the_flops_of_a_token(causal):
+    """PaLM's formula. Only the experts that a token uses count."""
+    for name, share_of_experts in {"llama": 1, "gpt_neox": 1, "mixtral": 2 / 3, "qwen3_moe": 2 / 4}.items():
         model = lm_model(parse("lm_multinode.py", *LM, "--model", causal / name))
-        count = sum(p.numel() * (of_experts if p.ndim == 3 else 1) for p in model.parameters() if p.ndim > 1)
+        count = sum(p.numel() * (share_of_experts if p.ndim == 3 else 1) for p in model.parameters() if p.ndim > 1)
         count -= model.get_input_embeddings().weight.numel()
         flops = 6 * count + 12 * SHAPE["num_hidden_layers"] * SHAPE["hidden_size"] * LENGTH
-        share = lm_mfu_per_token_per_second(Namespace(peak_tflops=1, seq_length=LENGTH), world_of(), model)
-        assert 1e12 * share == pytest.approx(flops, rel=1e-6), name
+        mfu = lm_mfu_per_token_per_second(Namespace(peak_tflops=1, seq_length=LENGTH), world_of(), model)
+        assert 1e12 * mfu == pytest.approx(flops, rel=1e-6), name
 
 
 @pytest.mark.long
-def test_experts_are_balanced_as_transformers_does(causal, tmp_path):
-    """If the config asks for it: gradients are those of transformers' own loss, and `loss` is cross-entropy alone."""
+def test_experts_are_balanced_as_by_transformers(causal, tmp_path):
+    """If the config asks for it, gradients are those of transformers' own loss. `loss` is only the cross-entropy."""
     config = AutoConfig.from_pretrained(causal / "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     model = AutoModelForCausalLM.from_pretrained(causal / "mixtral", config=config)
     tokenizer = AutoTokenizer.from_pretrained(causal / "mixtral")
@@ -174,7 +174,7 @@ def test_experts_are_balanced_as_transformers_does(causal, tmp_path):
     flags = (*LM, "--micro-batch-size", 16, "--max-steps", 1)  # one micro-batch: the loss is not linear in it
     settings = {
         tmp_path / name: (*flags, "--model", folder)
-        for name, folder in (("balanced", tmp_path / "model"), ("not", causal / "mixtral"))
+        for name, folder in (("balanced", tmp_path / "model"), ("unbalanced", causal / "mixtral"))
     }
     run_many("lm_multinode.py", settings, 1)
     args = parse("lm_multinode.py", *flags)
@@ -183,8 +183,8 @@ def test_experts_are_balanced_as_transformers_does(causal, tmp_path):
     output.loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     assert curve(tmp_path / "balanced", "grad_norm") == [pytest.approx(norm, rel=1e-4)]
-    assert abs(curve(tmp_path / "not", "grad_norm")[0] / norm - 1) > 1e-3
-    assert curve(tmp_path / "balanced") == pytest.approx(curve(tmp_path / "not"), **CLOSE)
+    assert abs(curve(tmp_path / "unbalanced", "grad_norm")[0] / norm - 1) > 1e-3
+    assert curve(tmp_path / "balanced") == pytest.approx(curve(tmp_path / "unbalanced"), **CLOSE)
     expected = (output.loss - 0.5 * output.aux_loss).item()
     assert curve(tmp_path / "balanced") == [pytest.approx(expected, **CLOSE)]
 
@@ -203,9 +203,9 @@ def load_and_validate(folder, articles_csv):
 
 
 @pytest.mark.long
-def test_a_tokenizer_of_sentencepiece_and_one_that_pads_left(articles_csv, tmp_path):
-    """mT5 and T5 1.1 have a spiece.model and no tokenizer.json. Where a tokenizer pads changes nothing. Summaries in
-    letters that it does not know are refused."""
+def test_sentencepiece_tokenizers_work_and_may_pad_left(articles_csv, tmp_path):
+    """mT5 and T5 1.1 have a spiece.model and no tokenizer.json. The side of the padding changes nothing. The script
+    refuses summaries in letters that the tokenizer does not know."""
     model = make_model(tmp_path / "model")
     for file in model.glob("tokenizer*"):
         file.unlink()
@@ -224,12 +224,12 @@ def test_a_tokenizer_of_sentencepiece_and_one_that_pads_left(articles_csv, tmp_p
     check_same(left / "out", model / "out")
 
     rows = [
-        {"text": f"Вымойте яблоки и груши {number} раз, потом почистите.", "headline": "Вымойте груши."}
-        for number in range(60)
+        {"text": f"Вымойте яблоки и груши {index} раз, потом почистите.", "headline": "Вымойте груши."}
+        for index in range(60)
     ]
     flags = (*T5, "--dataset", write_csv(tmp_path / "rows.csv", rows), "--model", model, "--output-dir", tmp_path)
     finished = run_many("t5_fsdp.py", [flags], 1, check=False)
-    assert finished.returncode == 2 and "does not know" in finished.stderr
+    assert finished.returncode == 2 and "unknown to the tokenizer" in finished.stderr
 
 
 @pytest.mark.long
@@ -264,10 +264,10 @@ def test_any_t5_trains_and_keeps_its_output_layer(articles_csv, tmp_path):
                 continue
             exported, loss_after = load_and_validate(folder / "best", articles_csv)
             assert min(curve(folder, "val_loss")[1:]) == pytest.approx(loss_after, **CLOSE), folder
-            # What is tied stays tied, and is stored once.
+            # Tied weights stay tied, and are stored once.
             weights = load_file(folder / "best" / "model.safetensors").values()
             assert sum(weight.numel() for weight in weights) == plain.num_parameters(), folder
-            # transformers 4 goes by it, where T5 1.1, FLAN-T5 and mT5 have an output layer of their own.
+            # transformers 4 obeys this flag. T5 1.1, FLAN-T5 and mT5 have a separate output layer.
             written = json.loads((folder / "best" / "config.json").read_text())
             assert written["tie_word_embeddings"] == (plain.lm_head.weight is plain.shared.weight), folder
             moved = (exported.lm_head.weight - plain.lm_head.weight).abs().max().item()

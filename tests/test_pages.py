@@ -1,5 +1,5 @@
-"""Every command on a page or in a script's header is accepted as printed. Links lead somewhere, tables render, and every
-name that a document uses is found."""
+"""Every command on a page or in a script's header is accepted as printed. Links lead somewhere, tables render, and
+every name that a document uses is found."""
 
 import ast
 import re
@@ -36,7 +36,7 @@ class Command(NamedTuple):
 
 
 def text_of(page):
-    """Return a page with each command on one line, and with Slurm's variable replaced by its script's number of nodes."""
+    """Return a page with each command on one line. Slurm's variable is replaced by its script's number of nodes."""
     text = (ROOT / page).read_text()
     if page in SCRIPTS:
         text = ast.get_docstring(ast.parse(text))
@@ -175,7 +175,7 @@ def test_links_inside_the_repository_lead_somewhere():
 
 
 def test_every_table_renders():
-    """Every row has as many cells as the head: GitHub drops or adds cells otherwise. A bar after a backslash is text."""
+    """Every row has as many cells as the head. Otherwise GitHub drops or adds some. A bar after a backslash is text."""
     for page in [*DOCUMENTS, ROOT / "tests" / "README.md"]:
         for table in re.findall(r"^\|.+\|$(?:\n\|.*$)+", prose(page), re.MULTILINE):
             head, ruler, *rows = [re.split(r"(?<!\\)\|", row.strip())[1:-1] for row in table.splitlines()]

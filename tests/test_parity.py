@@ -1,8 +1,8 @@
-"""FSDP changes where a model lives and not what it learns: every script against a loop without FSDP in one process, T5
-and the LM also against transformers' own trainers, on models that transformers shards.
+"""FSDP changes where a model lives, not what it learns. Every script is compared with a loop without FSDP in one
+process. T5 and the LM are also compared with transformers' own trainers, on models that transformers shards.
 
 Losses, gradient norms and validation losses agree to 1e-5, after several steps of Adam to 1e-4: on two processes by
-default, in the long tests on one, three and four. All are compared with the same loop, and so with each other.
+default, and in the long tests on one, three and four. All runs are compared with the same loop, so with each other too.
 """
 
 import functools
@@ -23,26 +23,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5F
 from inside import LM_STRATEGIES, NETWORKS, T5_STRATEGIES, builtin_article, draw_digits, parse, t5_articles
 
 STEPS = 4
-GLOBAL_BATCH = 24  # for 1, 2, 3, 4 and 8 processes; the LM has eight streams, or six on 3 processes
-SEED = 3  # as all flags here, not the default: one that is ignored would be noticed
+GLOBAL_BATCH = 24  # divisible by 1, 2, 3, 4 and 8 processes; the LM has eight streams, or six on 3 processes
+SEED = 3  # no flag here has its default value, so a test would notice a flag that is ignored
 
 
-def two_and_long(*others):
-    """A test on two processes; on others it is long."""
-    numbers = [2, *(pytest.param(number, marks=pytest.mark.long) for number in others)]
-    return pytest.mark.parametrize("processes", numbers)
+def two_and_long(*long_counts):
+    """Run a test on two processes, and as a long test on the other numbers."""
+    counts = [2, *(pytest.param(count, marks=pytest.mark.long) for count in long_counts)]
+    return pytest.mark.parametrize("processes", counts)
 
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    path.write_text("\n".join(json.dumps(builtin_article(number)) for number in range(200)))
+    path.write_text("\n".join(json.dumps(builtin_article(index)) for index in range(200)))
     return path
 
 
 @pytest.fixture
 def train(tiny_model, articles_csv, tiny_llama, texts, small_mnist, tmp_path):
-    """A function that runs a script with each setting, into a folder with the setting's name, all in one launch."""
+    """A function that runs a script with each setting, in one launch. A setting's output folder has its name."""
 
     def run(script, settings, processes, **options):
         if script == "t5_fsdp.py":
@@ -51,9 +51,8 @@ def train(tiny_model, articles_csv, tiny_llama, texts, small_mnist, tmp_path):
             shared = (*LM, "--model", tiny_llama, "--dataset", texts)
         else:
             shared = (*MNIST, "--data-dir", small_mnist)
-        if not script.startswith(
-            "mnist"
-        ):  # on 1, 2, 3 and 4 processes 5, 3, 2 and 2 micro-batches; the last is smaller
+        if not script.startswith("mnist"):
+            # On 1, 2, 3 and 4 processes these make 5, 3, 2 and 2 micro-batches. The last one is smaller.
             shared = (*shared, "--global-batch-size", GLOBAL_BATCH, "--micro-batch-size", 5)
         settings = {tmp_path / name: (*shared, "--seed", SEED, *flags) for name, flags in settings.items()}
         return run_many(script, settings, processes, **options)
@@ -62,7 +61,7 @@ def train(tiny_model, articles_csv, tiny_llama, texts, small_mnist, tmp_path):
 
 
 def check_low_precision(folder, plain):
-    """Losses stay within two percent, and show that the flag did something."""
+    """Losses stay within two percent of the plain ones, but differ from them, so the flag did something."""
     for name, exact in zip(("loss", "val_loss"), plain[::2], strict=True):
         assert curve(folder, name) == pytest.approx(exact, rel=0.02), folder
     assert curve(folder) != pytest.approx(plain[0], abs=1e-6), folder
@@ -73,7 +72,7 @@ def read_shards(folder, rank=0):
 
 
 # ---- t5_fsdp.py ------------------------------------------------------------------------------------------------------
-LENGTHS = (40, 12)  # tokens of articles and of summaries, of which half are longer
+LENGTHS = (40, 12)  # tokens of articles and of summaries; half of them are longer
 HELD_OUT = 5  # articles
 T5 = ("--max-source-length", LENGTHS[0], "--max-target-length", LENGTHS[1], "--num-train-samples", 0, "--lr", 2e-3)
 T5 = (*T5, "--num-validation-samples", HELD_OUT, "--max-steps", STEPS, "--log-every", 1, "--no-save-model")
@@ -100,8 +99,8 @@ def test_t5_equals_a_plain_loop(train, tiny_model, articles_csv, processes, tmp_
 
 
 @pytest.mark.long
-def test_settings_of_speed_and_memory_change_no_number(train, tiny_model, articles_csv, tmp_path):
-    """Nor the number of articles in a batch. One is counted once, also where each process must validate one."""
+def test_speed_and_memory_settings_change_no_loss(train, tiny_model, articles_csv, tmp_path):
+    """--test-batch-size changes none either. A single article counts once, although each process must validate one."""
     settings = {
         "fsdp1": ("--fsdp-version", 1, "--sharding-strategy", "SHARD_GRAD_OP", "--test-batch-size", 1),
         "fsdp1 recomputing": ("--fsdp-version", 1, "--activation-checkpointing"),
@@ -121,7 +120,7 @@ def test_settings_of_speed_and_memory_change_no_number(train, tiny_model, articl
 @pytest.mark.long
 @pytest.mark.parametrize("processes, versions", [(1, (1,)), (2, VERSIONS)])
 def test_t5_in_low_precision_is_close(train, tiny_model, articles_csv, processes, versions, tmp_path):
-    """While accumulating, also on one process, where FSDP1 shards nothing."""
+    """With gradient accumulation, and also on one process, where FSDP1 shards nothing."""
     settings = {}
     for version, precision in itertools.product(versions, ("bf16", "bf16-reduce", "grad-bf16")):
         settings[f"fsdp{version} {precision}"] = ("--fsdp-version", version, "--precision", precision)
@@ -148,18 +147,18 @@ def test_the_lm_equals_a_plain_loop(train, tiny_llama, texts, processes, tmp_pat
     settings["recomputing and offloading"] = ("--activation-checkpointing", "--cpu-offload")
     train("lm_multinode.py", settings, processes, change=["record_shards"])
     for name, flags in settings.items():
-        # Of 3 processes each has two of six streams.
+        # Each of 3 processes has two of six streams.
         check_curves(tmp_path / name, train_lm_plainly(tiny_llama, texts, 3 if processes == 3 else 1))
         assert set(read_shards(tmp_path / name)["offloaded"]) <= {"--cpu-offload" in flags}, name
-        # The processes that hold the same shards hold the same bits; no others do.
-        of_all = shards if "HYBRID" in name else {"NO_SHARD": 1}.get(name, processes)
+        # Processes that hold the same shard hold the same bits. No others do.
+        num_shards = shards if "HYBRID" in name else {"NO_SHARD": 1}.get(name, processes)
         sums = [read_shards(tmp_path / name, rank)["sums"] for rank in range(processes)]
-        assert sums == [sums[rank % of_all] for rank in range(processes)], name
-        assert len(set(map(tuple, sums))) == of_all, name
+        assert sums == [sums[rank % num_shards] for rank in range(processes)], name
+        assert len(set(map(tuple, sums))) == num_shards, name
 
 
 @pytest.mark.long
-def test_one_large_batch_bf16_and_auto_which_is_fp32_on_a_cpu(train, tiny_llama, texts, tmp_path):
+def test_the_lm_in_one_large_micro_batch_in_bf16_and_in_auto_which_is_fp32_on_a_cpu(train, tiny_llama, texts, tmp_path):
     settings = {name: ("--precision", name) for name in ("auto", "bf16")}
     settings["large"] = ("--micro-batch-size", GLOBAL_BATCH)
     train("lm_multinode.py", settings, 2)
@@ -169,8 +168,8 @@ def test_one_large_batch_bf16_and_auto_which_is_fp32_on_a_cpu(train, tiny_llama,
 
 
 @pytest.mark.long
-def test_built_in_weights_are_those_of_the_seed_on_any_number_of_processes(train, tmp_path):
-    first = {}  # the validation loss before training, by seed
+def test_the_seed_alone_decides_the_first_weights_of_a_built_in_model(train, tmp_path):
+    first = {}  # the validation losses before training, one for each seed
     for processes in (1, 3):
         runs = {f"{processes} {seed}": ("--model", "tiny", "--max-steps", 1, "--seed", seed) for seed in (1, 2)}
         train("lm_multinode.py", runs, processes)
@@ -188,7 +187,7 @@ EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_head
 def test_transformers_own_trainer_learns_the_same(
     train, kind, processes, tiny_llama, texts, tiny_model, articles_csv, tmp_path
 ):
-    """On a model that transformers shards, from the same samples, in other micro-batches."""
+    """transformers shards the model and gets the same samples, in other micro-batches."""
     script, model = "lm_multinode.py", tiny_llama
     if kind == "T5":
         script, model = "t5_fsdp.py", tiny_model
@@ -201,7 +200,7 @@ def test_transformers_own_trainer_learns_the_same(
     else:
         args = parse(script, *LM, "--dataset", texts, "--global-batch-size", GLOBAL_BATCH, "--seed", SEED)
         samples = lm_samples(args, tokenizer, STEPS)
-    decay = () if kind == "T5" else ("--weight-decay", 0.1)  # that of tests/oracle.py
+    decay = () if kind == "T5" else ("--weight-decay", 0.1)  # as in tests/oracle.py
     train(script, {"ours": ("--model", model, *decay)}, processes)
 
     task = {"model": str(model), "samples": samples, "batch_size": GLOBAL_BATCH, "micro_batch_size": 3, "log_every": 1}
@@ -214,14 +213,14 @@ def test_transformers_own_trainer_learns_the_same(
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
-IMAGES = 3 * GLOBAL_BATCH  # of the 90 in the training set; what does not fill a batch is left out
+IMAGES = 3 * GLOBAL_BATCH  # out of 90 training images; an incomplete last batch is left out
 EPOCHS = 2
-RATES = {"shallow": 0.002, "xpu": 0.1}  # of learning
+RATES = {"shallow": 0.002, "xpu": 0.1}  # learning rates
 MNIST = ("--dataset", "mnist", "--epochs", EPOCHS, "--global-batch-size", GLOBAL_BATCH)
 
 
 def digits(count, seed):
-    """The images that `small_mnist` holds, in the notebook's scale, and their labels."""
+    """The images of `small_mnist`, normalized as in the notebook, and their labels."""
     images, labels = draw_digits(count, seed).tensors
     return ((images.clamp(0, 1) * 255).round() / 255 - 0.1307) / 0.3081, labels
 
@@ -246,14 +245,14 @@ def train_mnist_plainly(network):
     if network == "xpu":
         optimizer, gamma, reduction = torch.optim.Adadelta(model.parameters()), 0.5, "sum"
 
-    def loss_of(numbers):
-        return F.nll_loss(model(pixels[numbers]), labels[numbers], reduction=reduction)
+    def loss_of(indices):
+        return F.nll_loss(model(pixels[indices]), labels[indices], reduction=reduction)
 
     results = []
     for epoch in range(1, EPOCHS + 1):
         order.set_epoch(epoch)
         batches = torch.tensor(list(order)[:IMAGES]).split(GLOBAL_BATCH)
-        losses = [functools.partial(loss_of, numbers) for numbers in batches]
+        losses = [functools.partial(loss_of, indices) for indices in batches]
         epoch_rate = RATES[network] * gamma ** (epoch - 1)
         values, _ = train_plainly(optimizer, losses, lambda step, rate=epoch_rate: rate, clip=math.inf)
         total = sum(values) * (GLOBAL_BATCH if reduction == "mean" else 1)
@@ -267,8 +266,8 @@ def epochs_of(folder):
 
 @pytest.mark.parametrize("network", ["shallow", "xpu"])
 @two_and_long(3, 4)
-def test_digits_are_learned_as_by_a_plain_loop(train, processes, network, tmp_path):
-    """Three cannot divide 100 test images, nor the weights. What is saved has the score that is reported."""
+def test_mnist_equals_a_plain_loop(train, processes, network, tmp_path):
+    """Three processes cannot divide 100 test images, nor the weights. A saved model has the score that was reported."""
     script, shared, tolerance = "mnist_fsdp.py", ("--model", "shallow", "--lr", RATES[network]), AFTER_ADAM
     if network == "xpu":
         script, shared, tolerance = "mnist_fsdp_xpu.py", ("--gamma", 0.5, "--lr", RATES[network]), CLOSE

@@ -1,4 +1,4 @@
-"""docs/recipes: every diff applies to the scripts, which then do what docs/your-model-and-data.md says."""
+"""Every diff in docs/recipes applies to the scripts, which then do what docs/your-model-and-data.md promises."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ TOGETHER = [("t5-metric", "t5-schedule"), ("lm-chat", "lm-lora")]
 
 
 def snippet(title, **paths):
-    """The Python code of a section, with other paths than the printed ones."""
+    """The Python code of a section of the page, with these paths instead of the printed ones."""
     code = re.search(rf"^## {re.escape(title)}\n.*?^```python\n(.+?)^```$", PAGE.read_text(), re.M | re.S)[1]
     for name, path in paths.items():
         assert f'"{name}"' in code
@@ -48,7 +48,7 @@ def test_every_diff_applies_also_to_an_edited_copy_and_leaves_no_name_undefined(
     for names in [*([name] for name in RECIPES), *TOGETHER]:
         folder = patched(tmp_path / "-".join(names), *names)
         scripts = re.findall(r"^\+\+\+ b/(.+)", RECIPES[names[0]].read_text(), re.M)
-        if len(names) == len(scripts) == 1:  # under another name
+        if len(names) == len(scripts) == 1:  # the copy has another name
             mine = folder / "my_copy.py"
             mine.write_text(edit((ROOT / scripts[0]).read_text()))
             subprocess.run(["patch", mine, RECIPES[names[0]]], check=True, capture_output=True)
@@ -58,7 +58,7 @@ def test_every_diff_applies_also_to_an_edited_copy_and_leaves_no_name_undefined(
     assert finished.returncode == 0, finished.stdout
 
 
-def test_the_places_that_the_table_names_are_there():
+def test_the_functions_that_the_table_names_exist():
     rows = re.findall(r"^\| `(\w+\.py)` \|(.+)", PAGE.read_text(), re.M)
     assert len(rows) == 4
     for script, cells in rows:
@@ -79,7 +79,7 @@ LM = (*LM, "--warmup-steps", STEPS)
 
 # ---- Against loops without FSDP --------------------------------------------------------------------------------------
 def check_training(script, flags, plain, load, root, variants=VARIANTS):
-    """On two processes each variant trains as the plain loop did, and exports its model. Returns what it printed."""
+    """On two processes, each variant trains as the plain loop did and exports its model. Returns the output."""
     if Path(script).name == "t5_fsdp.py":
         variants = variants | {"fsdp1": fsdp(1)}
     folders = {name: root / name for name in variants}
@@ -102,13 +102,13 @@ def train_t5_plainly(model, tokenizer, csv, prefix="summarize: "):
 
 
 def add_adapters(model, *names):
-    """As the recipe does, but by peft's own class."""
+    """Add LoRA by peft's own class, with the recipe's settings."""
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=list(names)))
 
 
 def write_seq2seq(kind, tokenizer, folder):
-    """A pretrained model as it may come: in fp16, with LayerDrop, with a buffer that has been trained."""
+    """Write a model that is as awkward as published ones: in fp16, with LayerDrop, with a trained buffer."""
     sizes = {"d_model": 32, "vocab_size": 1024, "max_position_embeddings": 64}
     for part in ("encoder", "decoder"):
         sizes |= {f"{part}_layers": LAYERS, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 64}
@@ -153,7 +153,7 @@ def test_t5_with_lora_trains_as_peft_does(tiny_model, articles_csv, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
-    """A base in bf16 computes with rounded weights. The lines of the page merge the adapter into its base."""
+    """A base in bf16 computes with rounded weights. The page's code merges the adapter into its base."""
 
     def load(adapter):
         paths = {"BASE": tiny_llama, "output/lm_multinode/model": adapter, "merged": tmp_path / "merged"}
@@ -172,7 +172,7 @@ def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
 
 # ---- Against the script as it is, and fp16 ---------------------------------------------------------------------------
 def check_same_losses(recipe, flags, root, edit=("", ""), **options):
-    """Those of two processes without the recipe. `edit`: a constant of it, and another value."""
+    """One and two processes have the losses of two without the recipe. `edit`: a constant, and its new value."""
     script = patched(root / "copy", recipe) / "lm_multinode.py"
     script.write_text(script.read_text().replace(*edit))
     run_many("lm_multinode.py", {root / "plain": flags}, 2, **options)
@@ -184,8 +184,8 @@ def check_same_losses(recipe, flags, root, edit=("", ""), **options):
 
 
 @pytest.mark.long
-def test_a_loss_in_chunks_is_that_of_whole_logits(tmp_path):
-    """A model that changes its logits is refused."""
+def test_a_chunked_loss_equals_the_loss_of_whole_logits(tmp_path):
+    """The script refuses a model that changes its logits."""
     for is_tied in (False, True):
         root = tmp_path / str(is_tied)
         flags = (*LM, "--model", make_llama(root / "model", tie_word_embeddings=is_tied))
@@ -200,7 +200,7 @@ def test_a_loss_in_chunks_is_that_of_whole_logits(tmp_path):
 
 
 @pytest.mark.long
-def test_experts_that_are_sharded_by_rows_learn_the_same(tmp_path):
+def test_experts_sharded_by_rows_learn_the_same(tmp_path):
     """Two processes cannot divide three experts."""
     experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2}
     flags = (*LM, "--model", make_llama(tmp_path / "model", partial(AutoConfig.for_model, "mixtral"), **experts))
@@ -211,7 +211,7 @@ def test_experts_that_are_sharded_by_rows_learn_the_same(tmp_path):
 
 @pytest.mark.long
 def test_t5_in_fp16_is_close_to_a_plain_loop(tiny_model, articles_csv, tmp_path):
-    """In micro-batches, also on one process, where FSDP1 shards nothing."""
+    """With gradient accumulation, and also on one process, where FSDP1 shards nothing."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     model = AutoModelForSeq2SeqLM.from_pretrained(tiny_model)
     (exact, _, validation), _ = train_t5_plainly(model, tokenizer, articles_csv)
@@ -226,8 +226,8 @@ def test_t5_in_fp16_is_close_to_a_plain_loop(tiny_model, articles_csv, tmp_path)
 
 # ---- DiLoCo ----------------------------------------------------------------------------------------------------------
 def train_replicas_plainly(folder, flags, replicas, lr, momentum):
-    """As four processes do, which synchronize every two steps: losses and gradient norms of the first replica, and
-    validation losses of what all share. The outer optimizer is PyTorch's own SGD."""
+    """Train as four processes do that synchronize every two steps. Returns the first replica's losses and gradient
+    norms, and the validation losses of the shared model. The outer optimizer is PyTorch's own SGD."""
     args = parse("lm_multinode.py", *flags)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     held_out = lm_held_out(args, tokenizer)
@@ -236,21 +236,21 @@ def train_replicas_plainly(folder, flags, replicas, lr, momentum):
     models = [copy.deepcopy(shared) for _ in range(replicas)]
     optimizers = [adamw(model, weight_decay=0.1) for model in models]
     steps = [*itertools.islice(lm_steps(args, tokenizer, size=4), STEPS)]
-    size = 8 // replicas  # streams of a replica
+    num_streams = 8 // replicas  # of one replica
     losses, norms, validation = [], [], [cross_entropy(shared, held_out).item()]
     for first in range(0, STEPS, 2):
-        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             loss_of_steps = []
             for streams in steps[first : first + 2]:
-                own = streams[number * size : (number + 1) * size]
+                own = streams[replica * num_streams : (replica + 1) * num_streams]
                 joined = {name: np.concatenate([batch[name] for batch in own]) for name in own[0]}
                 loss_of_steps.append(partial(cross_entropy, model, joined))
             curves = train_plainly(optimizer, loss_of_steps, lambda step, first=first: lm_rate(args, first + step))
-            if number == 0:
+            if replica == 0:
                 losses += curves[0]
                 norms += curves[1]
-        for weight, *moved in zip(shared.parameters(), *(model.parameters() for model in models), strict=True):
-            weight.grad = weight.detach() - torch.stack([other.detach() for other in moved]).mean(dim=0)
+        for weight, *of_replicas in zip(shared.parameters(), *(model.parameters() for model in models), strict=True):
+            weight.grad = weight.detach() - torch.stack([w.detach() for w in of_replicas]).mean(dim=0)
         outer.step()
         for model in models:
             model.load_state_dict(shared.state_dict())
@@ -260,7 +260,7 @@ def train_replicas_plainly(folder, flags, replicas, lr, momentum):
 
 @pytest.mark.long
 def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_path):
-    """After a synchronization all replicas hold the same bits. Averaging: all go on from the mean of their weights."""
+    """After a synchronization all replicas hold the same bits. In "averaging", all continue from their mean weights."""
     script = patched(tmp_path / "copy", "lm-diloco") / "lm_multinode.py"
     flags = (*LM, "--model", tiny_llama, "--validate-every", 2, "--micro-batch-size", 1, "--no-save-model")
     runs = {"two": (2, 0.7, 0.9), "averaging": (2, 1.0, 0.0), "four": (4, 0.7, 0.9)}
@@ -281,42 +281,42 @@ TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.conte
 {% if add_generation_prompt %}[assistant]{% endif %}"""
 
 
-def conversation(number):
-    """Not all have the same keys, for which datasets makes JSON of their messages."""
-    more = {"id": number} if number % 3 == 0 else {}
+def conversation(index):
+    """Only some messages have an "id". That makes `datasets` store all messages as JSON."""
+    extra_keys = {"id": index} if index % 3 == 0 else {}
     messages = [{"role": "system", "content": "Be brief."}]
-    for turn in range(1 + number % 2):
-        article = builtin_article(2 * number + turn)
-        messages.append({"role": "user", "content": article["text"], **more})
+    for turn in range(1 + index % 2):
+        article = builtin_article(2 * index + turn)
+        messages.append({"role": "user", "content": article["text"], **extra_keys})
         messages.append({"role": "assistant", "content": article["headline"]})
     return messages
 
 
 @pytest.fixture(scope="module")
 def chat(tiny_llama, tmp_path_factory):
-    """The edited script; flags with a file of conversations and a model whose tokenizer has a template; that."""
+    """The edited script; its flags, for a file of conversations and a model with a chat template; the tokenizer."""
     root = tmp_path_factory.mktemp("chat")
     folder = patched(root / "copy", "lm-chat")
-    (folder / "lm_multinode.py").rename(folder / "lm_of_chats.py")  # else it would replace the module
+    (folder / "lm_multinode.py").rename(folder / "lm_of_chats.py")  # otherwise it would replace the module
     shutil.copytree(tiny_llama, root / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(root / "model")
-    lines = [json.dumps({"messages": conversation(number)}) for number in range(300)]
+    lines = [json.dumps({"messages": conversation(index)}) for index in range(300)]
     (root / "chats.jsonl").write_text("\n".join(lines))
     flags = (*LM, "--model", root / "model", "--dataset", root / "chats.jsonl", "--text-column", "messages")
     return load_module(folder / "lm_of_chats.py"), (*flags, "--seq-length", 192, "--device", "cpu"), tokenizer
 
 
 def conversations_of(batch):
-    """Those that are packed in a batch: token ids and labels. What is left of a sequence has no labels."""
-    found = []
+    """The conversations packed in a batch: token ids and labels. The unused end of a sequence has no labels."""
+    conversations = []
     for tokens, labels, positions in zip(batch["input_ids"], batch["labels"], batch["positions"], strict=True):
         starts = [*np.flatnonzero(positions == 0), len(positions)]
         for first, end in itertools.pairwise(starts):
             if (labels[first:end] != -100).any():
-                found.append((tokens[first:end], labels[first:end]))
-    return found
+                conversations.append((tokens[first:end], labels[first:end]))
+    return conversations
 
 
 def answer_loss(model, batch):
@@ -329,7 +329,7 @@ def answer_loss(model, batch):
 
 
 @pytest.mark.long
-def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations_does(chat, tiny_llama, tmp_path):
+def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(chat, tiny_llama, tmp_path):
     script, flags, tokenizer = chat
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), answer_loss, script=script)
@@ -338,40 +338,40 @@ def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations_does(chat
 
 @pytest.mark.long
 def test_only_answers_are_learned(chat):
-    """A conversation may begin with an assistant, who has no prompt; of a block of records none may have an answer."""
+    """A conversation may begin with an assistant, who has no prompt. A block of records may have no answer at all."""
     script, flags, tokenizer = chat
     args = parse("lm_multinode.py", *flags)
 
-    def learned_of(*chats):
+    def learned_answers(*chats):
         batch = lm_packed(list(chats), args, tokenizer, script=script)
         return [tokenizer.decode(labels[labels != -100]).replace(" ", "") for _, labels in conversations_of(batch)]
 
     _, question, answer = conversation(0)
-    said = f"{answer['content']}</s>".replace(" ", "")  # the tokenizer makes some
-    assert learned_of([question], [answer]) == []
-    assert learned_of([question], [answer], [question, answer]) == [said]
-    [cut_off] = learned_of(5 * [question, answer])
-    assert (5 * said).startswith(cut_off) and len(said) < len(cut_off) < 5 * len(said)
+    expected = f"{answer['content']}</s>".replace(" ", "")  # decoding adds spaces
+    assert learned_answers([question], [answer]) == []
+    assert learned_answers([question], [answer], [question, answer]) == [expected]
+    [cut_off] = learned_answers(5 * [question, answer])
+    assert (5 * expected).startswith(cut_off) and len(expected) < len(cut_off) < 5 * len(expected)
 
 
 @pytest.mark.long
-def test_what_cannot_be_learned_of_a_chat_is_refused(chat, tmp_path):
-    """Without a template, and with one that takes the thoughts out of earlier answers, as Qwen3's; without room for an
-    answer; with contents that are no texts, which datasets reads in two ways."""
+def test_unusable_chats_are_refused(chat, tmp_path):
+    """There is no template, or one that removes thoughts from earlier answers, as Qwen3's does; no answer fits; or
+    contents are not texts, which `datasets` reads in two ways."""
     script, flags, _ = chat
     for name, key in (("parts", {}), ("json", {"id": 7})):
-        chats = [conversation(number) for number in range(1, 200, 3)]
-        for number, (_, question, *_) in enumerate(chats):
-            question |= {"content": [{"type": "text", "text": question["content"]}], **(key if number % 2 else {})}
+        chats = [conversation(index) for index in range(1, 200, 3)]
+        for index, (_, question, *_) in enumerate(chats):
+            question |= {"content": [{"type": "text", "text": question["content"]}], **(key if index % 2 else {})}
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
-    for template, more, word in (
+    for template, extra_flags, word in (
         (None, (), "EXAMPLE_TEMPLATE"),
         ("{{ messages | length }} " + TEMPLATE, (), "chat template"),
         (TEMPLATE, ("--seq-length", 4), "answer.*--seq-length"),
         (TEMPLATE, ("--dataset", tmp_path / "parts.jsonl"), "holds list"),
         (TEMPLATE, ("--dataset", tmp_path / "json.jsonl"), "is a list"),
     ):
-        args = parse("lm_multinode.py", *flags, *more)
+        args = parse("lm_multinode.py", *flags, *extra_flags)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         tokenizer.chat_template = template
         with pytest.raises(UserError, match=word):
@@ -379,24 +379,21 @@ def test_what_cannot_be_learned_of_a_chat_is_refused(chat, tmp_path):
 
 
 @pytest.mark.long
-def test_the_first_try_of_a_chat_model_needs_no_hub(tiny_llama, tmp_path):
-    """Lines of the page and its command, with the diff, a tiny model without a template, and nothing else."""
-    folder = patched(tmp_path / "copy", "lm-chat")
-    shutil.copytree(tiny_llama, tmp_path / "model")
-    paths = {"output/lm_multinode/model": tmp_path / "model", "chats.jsonl": tmp_path / "chats.jsonl"}
-    (folder / "first_chat.py").write_text(snippet("LM script: fine-tune a chat model", **paths))
-    run_many(folder / "first_chat.py", [[]], fork=False)
-
-    command = re.search(r"^python first_chat.py\npython lm_multinode.py (.+)", PAGE.read_text(), re.M)[1]
-    flags = [str(paths.get(flag, flag)) for flag in shlex.split(command)]
-    assert {str(path) for path in paths.values()} <= set(flags)
-    output = tmp_path / "chat"
-    run_many(folder / "lm_multinode.py", [[*flags, "--max-steps", 2, "--log-every", 1, "--output-dir", output]], 2)
-    assert len(curve(output)) == 2
+def test_the_pages_chat_command_trains_a_model_that_has_the_example_template(chat, tiny_llama, tmp_path):
+    script, flags, _ = chat
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = script.EXAMPLE_TEMPLATE
+    tokenizer.save_pretrained(model)
+    command = re.search(r"^python lm_multinode.py (.+ --text-column messages .+)", PAGE.read_text(), re.M)[1]
+    smaller = ("--model", model, "--dataset", flags[flags.index("--dataset") + 1], "--global-batch-size", 8)
+    smaller += ("--max-steps", 2, "--log-every", 1)
+    run_many(script.__file__, {tmp_path / "chat": (*shlex.split(command), *smaller)}, 2)
+    assert len(curve(tmp_path / "chat")) == 2
 
 
-# ---- Numbers, and tools to watch them --------------------------------------------------------------------------------
-# The share of the highest learning rate, after a warm-up of 6 steps.
+# ---- Metric and schedules --------------------------------------------------------------------------------------------
+# The learning rate as a share of --lr. The warm-up has 6 steps.
 SHARES = {
     "t5-schedule": lambda step, steps: min(step / 6, (steps + 1 - step) / steps),
     "t5-cosine": lambda step, steps: min(step / 6, 0.5 * (1 + math.cos(math.pi * max(0, step - 6) / (steps - 5)))),
@@ -405,11 +402,11 @@ SHARES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", SHARES)
-def test_the_metric_and_the_schedules_are_what_they_say(recipe, tmp_path):
-    """And the trained model summarizes with the lines of the page."""
-    rows = [builtin_article(number) for number in range(200)]
-    for number, row in enumerate(rows):
-        row["headline"] = "Peel the beans." if number % 4 == 0 else "Wash the tomatoes."
+def test_metric_and_schedules_compute_what_they_promise(recipe, tmp_path):
+    """The page's code then summarizes with the trained model."""
+    rows = [builtin_article(index) for index in range(200)]
+    for index, row in enumerate(rows):
+        row["headline"] = "Peel the beans." if index % 4 == 0 else "Wash the tomatoes."
     csv = write_csv(tmp_path / "articles.csv", rows)
     flags = (*T5, "--model", make_model(tmp_path / "model"), "--dataset", csv, "--num-validation-samples", 0)
     flags = (*flags, "--max-steps", 0, "--epochs", 2, "--lr", 0.01, "--warmup-steps", 6, "--output-dir", tmp_path)
@@ -435,10 +432,10 @@ def test_the_metric_and_the_schedules_are_what_they_say(recipe, tmp_path):
     assert any(equal)
 
 
-# ---- What the page does with a run -----------------------------------------------------------------------------------
+# ---- After a run: generate, plot, watch ------------------------------------------------------------------------------
 @pytest.mark.long
-def test_a_trained_lm_and_its_checkpoint_write_and_losses_are_drawn(tmp_path, capsys):
-    """The weights of the checkpoint, of two processes, are those of the export of the same step."""
+def test_the_pages_code_generates_from_an_export_and_a_checkpoint_and_plots(tmp_path, capsys):
+    """The checkpoint of two processes has the weights of the same step's export."""
     run_many("lm_multinode.py", {tmp_path: (*LM, "--checkpoint-every", STEPS)}, 2)
     exec(snippet("LM script: write with the trained model", **{"output/lm_multinode/model": tmp_path / "model"}), {})
     code = snippet("LM script: write with a checkpoint", **{"output/lm_multinode": tmp_path})

@@ -1,5 +1,5 @@
-"""Whatever ends a run, the next one with --resume goes on as if nothing had been: the same losses, to the bit; on
-another number of processes the same to rounding."""
+"""Whatever ends a run, --resume continues it as if it had never stopped: losses are the same to the bit, or up to
+rounding on another number of processes."""
 
 import json
 import os
@@ -31,11 +31,11 @@ LM_STEPS = 6
 LM = (*SMALL, "--max-steps", LM_STEPS, "--validate-every", 3, "--checkpoint-every", 2, "--num-validation-texts", 20)
 DILOCO = ("--sharding-strategy", "DILOCO", "--local-steps", 3)
 
-# 64 articles in batches of 16 are 4 steps an epoch: a checkpoint in each, and one at the end of each.
+# 64 articles in batches of 16 make 4 steps an epoch, with one checkpoint inside each epoch and one at its end.
 T5_STEPS = 8
 T5 = (
     *("--num-train-samples", 64, "--global-batch-size", 16, "--epochs", 2, "--log-every", 1, "--checkpoint-every", 3),
-    *("--max-target-length", 15, "--sharding-strategy", "SHARD_GRAD_OP"),  # no article has a longer summary
+    *("--max-target-length", 15, "--sharding-strategy", "SHARD_GRAD_OP"),  # no summary is longer
     *("--precision", "fp32"),
 )
 
@@ -70,13 +70,13 @@ def t5_whole(t5, tmp_path_factory):
 
 
 def results(folder, since=-1):
-    """The losses and validation losses by step, after one of them; of a step that was made twice, the last."""
-    found = {}
+    """The losses and validation losses after step `since`. If a step ran twice, the last loss counts."""
+    values = {}
     for row in records(folder, "step"):
         for name in ("loss", "val_loss"):
             if name in row and row["step"] > since:
-                found[name, row["step"]] = row[name]
-    return found
+                values[name, row["step"]] = row[name]
+    return values
 
 
 def checkpoint(folder, step):
@@ -88,14 +88,14 @@ def finished_checkpoints(folder):
 
 
 def progress(folder, step):
-    """What a checkpoint holds beside tensors and flags."""
-    found = json.loads((checkpoint(folder, step) / "progress.json").read_text())
-    return {name: value for name, value in found.items() if name != "settings"}
+    """What a checkpoint holds besides tensors and flags."""
+    content = json.loads((checkpoint(folder, step) / "progress.json").read_text())
+    return {name: value for name, value in content.items() if name != "settings"}
 
 
-def check_resume(script, ways, root, processes=2, **options):
-    """With each list of flags a run goes on from its last checkpoint but one as if nothing had been."""
-    settings = {root / str(number): (*way, "--no-save-model") for number, way in enumerate(ways)}
+def check_resume(script, flag_lists, root, processes=2, **options):
+    """With each list of flags, a run resumes from its last checkpoint but one as if it had never stopped."""
+    settings = {root / str(index): (*flags, "--no-save-model") for index, flags in enumerate(flag_lists)}
     run_many(script, settings, processes, **options)
     whole = {}
     for folder in settings:
@@ -109,7 +109,7 @@ def check_resume(script, ways, root, processes=2, **options):
 
 
 def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
-    """After an update, and in a save, when shards are written and the file that makes a checkpoint of them is not."""
+    """First after an update, then in a save: its shards are written, but not the file that completes a checkpoint."""
     flags = (*lm, "--resume", "--no-save-model", "--output-dir", tmp_path)
     finished = launch("lm_multinode.py", *flags, change=("signal_in_step", 1, 4), check=False)
     assert finished.returncode != 0
@@ -126,7 +126,7 @@ def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
 
 
 @pytest.mark.parametrize("script, step", [("lm_multinode.py", 4), ("t5_fsdp.py", 5)])
-def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, lm_whole, t5, t5_whole, tmp_path):
+def test_sigterm_to_one_process_saves_and_exits_with_code_0(script, step, lm, lm_whole, t5, t5_whole, tmp_path):
     flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_whole)
     flags = (*flags, "--checkpoint-every", 0, "--no-save-model", "--output-dir", tmp_path)
     finished = launch(script, *flags, change=("signal_in_step", 1, step, "SIGTERM"))
@@ -134,29 +134,28 @@ def test_sigterm_on_one_process_saves_and_leaves_with_code_0(script, step, lm, l
     assert finished_checkpoints(tmp_path) == [step]
 
     launch(script, *flags, "--resume")
-    assert curve(tmp_path, "loss") == curve(whole, "loss")  # no step was made twice
+    assert curve(tmp_path, "loss") == curve(whole, "loss")  # no step ran twice
     assert results(tmp_path) == results(whole)
 
 
-def test_replicas_resume(lm, tmp_path):
-    """On two nodes, and with the same dropout."""
+def test_replicas_on_two_nodes_resume_with_the_same_dropout(lm, tmp_path):
     model = make_llama(tmp_path / "model", attention_dropout=0.1)
-    flags = (*lm, "--model", model, "--sharding-strategy", "HYBRID_SHARD", "--num-processes", 2)  # of a node
+    flags = (*lm, "--model", model, "--sharding-strategy", "HYBRID_SHARD", "--num-processes", 2)  # on each node
     check_resume("lm_multinode.py", [flags], tmp_path, processes=4, per_node=2)
 
 
 @pytest.mark.long
-def test_replicas_of_diloco_resume_between_synchronizations(lm, tmp_path):
-    """Each as it was. Another mesh, strategy or outer optimizer is refused."""
+def test_diloco_replicas_resume_between_synchronizations(lm, tmp_path):
+    """Each replica keeps its own weights. The script refuses another mesh, strategy or outer optimizer."""
     script = patched(tmp_path / "copy", "lm-diloco") / "lm_multinode.py"
     check_resume(script, [(*lm, *DILOCO)], tmp_path, processes=4, per_node=2)
     flags = (*lm, *DILOCO, "--resume", "--output-dir", tmp_path / "0")
-    for change, word in {
+    for changed_flag, word in {
         ("--outer-lr", 0.5): "--outer-lr 0.7",
         ("--shards-per-replica", 4): "DILOCO",
         ("--sharding-strategy", "FULL_SHARD"): "checkpoint",
     }.items():
-        refuse(script, *flags, *change, words=[word], processes=4, per_node=2)
+        refuse(script, *flags, *changed_flag, words=[word], processes=4, per_node=2)
 
 
 @pytest.mark.parametrize("processes", [4, pytest.param(1, marks=pytest.mark.long)])
@@ -164,19 +163,19 @@ def test_replicas_of_diloco_resume_between_synchronizations(lm, tmp_path):
 def test_another_number_of_processes_continues_with_the_same_losses(
     script, processes, lm, lm_whole, tiny_model, articles_csv, tmp_path
 ):
-    """Saved by two, and without any flag: also with a smaller micro-batch. T5 in the middle of an epoch."""
+    """Two processes saved it. No flag is needed, and the micro-batch may be smaller. T5 resumes inside an epoch."""
     whole, step, flags = lm_whole, 4, lm
     if script == "t5_fsdp.py":
         whole, step = tmp_path / "whole", 6
         flags = ("--model", tiny_model, "--dataset", articles_csv, *T5)
         launch(script, *flags, "--no-save-model", "--output-dir", whole)
-    other = tmp_path / "other"
-    shutil.copytree(checkpoint(whole, step), checkpoint(other, step))
-    flags = (*flags, "--resume", "--no-save-model", "--output-dir", other)
+    resumed = tmp_path / "resumed"
+    shutil.copytree(checkpoint(whole, step), checkpoint(resumed, step))
+    flags = (*flags, "--resume", "--no-save-model", "--output-dir", resumed)
     launch(script, *flags, "--micro-batch-size", 3, processes=processes)
-    assert min(losses(other)) == step + 1
+    assert min(losses(resumed)) == step + 1
     expected = results(whole, since=step)
-    assert results(other) == {key: pytest.approx(value, **AFTER_ADAM) for key, value in expected.items()}
+    assert results(resumed) == {key: pytest.approx(value, **AFTER_ADAM) for key, value in expected.items()}
 
 
 @pytest.mark.long
@@ -189,8 +188,8 @@ def test_processes_that_do_not_divide_the_streams_are_refused(lm, tmp_path):
 
 
 @pytest.mark.long
-def test_a_finished_run_is_made_longer(lm, lm_whole, tmp_path):
-    """With other rates, precision and strategy: the first steps stay, the others are trained."""
+def test_a_finished_run_can_be_extended(lm, lm_whole, tmp_path):
+    """Learning rate, precision and strategy may change. Only the new steps are trained."""
     shutil.copytree(checkpoint(lm_whole, LM_STEPS), checkpoint(tmp_path, LM_STEPS))
     flags = (*lm, "--resume", "--max-steps", 9, "--lr", 1e-4, "--warmup-steps", 0, "--precision", "bf16")
     launch("lm_multinode.py", *flags, "--sharding-strategy", "NO_SHARD", "--output-dir", tmp_path)
@@ -201,26 +200,26 @@ def test_a_finished_run_is_made_longer(lm, lm_whole, tmp_path):
 def test_t5_resumes_with_dropout_in_the_second_epoch(t5, tmp_path):
     check_resume("t5_fsdp.py", [(*t5, "--fsdp-version", version) for version in (1, 2)], tmp_path)
     rates = {row["epoch"]: row["lr"] for row in records(tmp_path / "0", "loss")}
-    assert rates == {1: pytest.approx(1e-3), 2: pytest.approx(0.8e-3)}  # by the default --gamma
+    assert rates == {1: pytest.approx(1e-3), 2: pytest.approx(0.8e-3)}  # the default --gamma
 
 
 def test_the_best_model_stays_the_best_after_a_resume(t5, tmp_path):
-    """Of those that were saved: what --no-save-model has validated does not count."""
+    """Only saved models count, not those that a run with --no-save-model has validated."""
     flags = (*t5, "--epochs", 1, "--lr", 5, "--checkpoint-every", 1000, "--resume", "--output-dir", tmp_path)
     launch("t5_fsdp.py", *flags, "--max-steps", 1, "--no-save-model")
     launch("t5_fsdp.py", *flags, "--max-steps", 2)
     exported = (tmp_path / "best" / "model.safetensors").read_bytes()
     launch("t5_fsdp.py", *flags, "--max-steps", 3)
-    _, not_saved, best, worse = curve(tmp_path, "val_loss")
-    assert worse > best > not_saved
+    _, unsaved, best, worse = curve(tmp_path, "val_loss")
+    assert worse > best > unsaved
     assert (tmp_path / "best" / "model.safetensors").read_bytes() == exported
 
     finished = launch("t5_fsdp.py", *flags, "--max-steps", 3)
     assert "from step 3 of 3" in finished.stdout and len(losses(tmp_path)) == 3
 
 
-def test_what_is_not_step_and_digits_is_no_checkpoint(t5, t5_whole, tmp_path):
-    """It stays, and nothing is resumed from it."""
+def test_only_folders_named_step_and_digits_are_checkpoints(t5, t5_whole, tmp_path):
+    """Runs do not resume from other folders, and do not delete them."""
     start = shutil.copytree(checkpoint(t5_whole, T5_STEPS), checkpoint(tmp_path, T5_STEPS))
     kept = ("best", "step-9999999-best", "step-")
     for name in kept:
@@ -237,11 +236,11 @@ def test_what_is_not_step_and_digits_is_no_checkpoint(t5, t5_whole, tmp_path):
     assert names == {*kept, "notes.txt", "step-0000009", "step-0000010"}
 
 
-@pytest.mark.parametrize("number, only_gradient", [(9, False), (13, True)])
-def test_a_loss_or_gradient_that_is_not_finite_stops_all_and_is_not_saved(number, only_gradient, lm, tmp_path):
-    """In the first micro-batch of step 3, or of step 4, whose own loss is finite; the save of step 4 finds it."""
+@pytest.mark.parametrize("micro_batch, only_gradient", [(9, False), (13, True)])
+def test_a_loss_or_gradient_that_is_not_finite_stops_all_and_is_not_saved(micro_batch, only_gradient, lm, tmp_path):
+    """The loss is in step 3, the gradient in step 4, which has a finite loss. The save of step 4 notices either."""
     flags = (*lm, "--log-every", 10, "--output-dir", tmp_path)
-    change = ("infinite_loss", 1, number, True, only_gradient)
+    change = ("infinite_loss", 1, micro_batch, True, only_gradient)
     refuse("lm_multinode.py", *flags, words=["--lr"], processes=2, change=change)
     assert finished_checkpoints(tmp_path) == [2]
 
@@ -255,7 +254,7 @@ def test_a_validation_loss_that_is_not_finite_is_not_saved(t5, tmp_path):
 
 @pytest.mark.long
 def test_ctrl_c_saves_and_ends_with_code_130(lm, tmp_path):
-    """In a terminal it reaches the process that has started the others. This run would not end by itself."""
+    """A terminal sends it to all processes, also to the one that started the others."""
     flags = [*lm, "--max-steps", 10**6, "--checkpoint-every", 0, "--no-save-model", "--output-dir", tmp_path]
     with started("lm_multinode.py", *flags, stderr=subprocess.STDOUT) as running:
         printed = ""
@@ -272,9 +271,9 @@ def test_ctrl_c_saves_and_ends_with_code_130(lm, tmp_path):
 
 
 def test_rows_may_be_reordered_but_not_changed(t5, tmp_path):
-    """Some have the same text, and some are equal."""
+    """Some rows have the same text, and some are equal."""
     dataset = tmp_path / "articles.csv"
-    rows = [builtin_article(number // 3) | {"headline": f"Peel {number % 2}."} for number in range(200)]
+    rows = [builtin_article(index // 3) | {"headline": f"Peel {index % 2}."} for index in range(200)]
     write_csv(dataset, rows)
     flags = (*t5, "--dataset", dataset, "--resume", "--no-save-model", "--output-dir")
     launch("t5_fsdp.py", *flags, tmp_path / "whole")
@@ -289,8 +288,8 @@ def test_rows_may_be_reordered_but_not_changed(t5, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_a_run_keeps_the_tokenizer_that_it_trained(script, articles_csv, tmp_path):
-    """Another version of the library could train another one. Here the one of the checkpoint is marked."""
+def test_a_resumed_run_keeps_the_tokenizer_that_it_trained(script, articles_csv, tmp_path):
+    """Another version of the library could train a different one. A mark shows that the checkpoint's is used."""
     flags = ("--dataset", articles_csv, "--no-run-validation", "--max-source-length", 16)
     if script == "lm_multinode.py":
         flags = ("--validate-every", 0)
@@ -321,7 +320,7 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_one_before_resumes(lm, lm_
     assert results(tmp_path) == results(lm_whole, since=4)
 
 
-# With another value of one of these flags a run does not continue.
+# A run does not resume if one of these flags has another value.
 MATCHED = {
     "lm_multinode.py": "model dataset text_column tokenizer seq_length global_batch_size weight_decay seed",
     "t5_fsdp.py": "model dataset text_column summary_column max_summary_share num_train_samples"
@@ -330,7 +329,7 @@ MATCHED = {
 
 
 @pytest.mark.parametrize("script", MATCHED)
-def test_flags_that_must_match(script, lm, lm_whole, t5, t5_whole):
+def test_a_run_resumes_only_if_its_flags_match(script, lm, lm_whole, t5, t5_whole):
     flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_whole)
     for name in [None, *MATCHED[script].split()]:
         args = parse(script, *flags, "--resume", "--output-dir", whole)
@@ -343,8 +342,8 @@ def test_flags_that_must_match(script, lm, lm_whole, t5, t5_whole):
             check_settings(script, args)
 
 
-def test_a_second_model_takes_the_place_of_the_first_and_of_no_other_file(lm, tmp_path):
-    """All files have one mode."""
+def test_an_export_replaces_an_older_model_and_no_other_file(lm, tmp_path):
+    """All its files have the same mode."""
     model = tmp_path / "model"
     model.mkdir()
     old = {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
@@ -356,7 +355,7 @@ def test_a_second_model_takes_the_place_of_the_first_and_of_no_other_file(lm, tm
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     tokenizer.chat_template = {"default": "", "tools": ""}
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    tokenizer.save_pretrained(model)  # one template is in a folder
+    tokenizer.save_pretrained(model)  # it stores one template in a folder
     flags = (*lm, "--tokenizer", tmp_path / "tokenizer", "--max-steps", 1, "--checkpoint-every", 0)
     flags = (*flags, "--output-dir", tmp_path)
     launch("lm_multinode.py", *flags, processes=1)
@@ -368,8 +367,8 @@ def test_a_second_model_takes_the_place_of_the_first_and_of_no_other_file(lm, tm
 
 
 @pytest.mark.long
-def test_a_killed_export_leaves_no_mixture(lm, tmp_path):
-    """Of two models: before the new weights come, the old ones are gone, and the next run writes all."""
+def test_a_killed_export_leaves_no_mixture_of_two_models(lm, tmp_path):
+    """Old weights are removed before new ones arrive. The next run writes everything."""
     flags = (*lm, "--max-steps", 1, "--checkpoint-every", 0, "--output-dir", tmp_path)
     launch("lm_multinode.py", *flags, processes=1)
     weights = tmp_path / "model" / "model.safetensors"
@@ -383,16 +382,16 @@ def test_a_killed_export_leaves_no_mixture(lm, tmp_path):
 
 
 @pytest.mark.long
-def test_the_scale_of_fp16_resumes(t5, tmp_path):
+def test_the_loss_scale_of_fp16_resumes(t5, tmp_path):
     copy = patched(tmp_path / "copy", "t5-fp16")
-    ways = [(*t5, "--fsdp-version", version, "--precision", "fp16") for version in (1, 2)]
-    check_resume(copy / "t5_fsdp.py", ways, tmp_path)
-    assert progress(tmp_path / "0", T5_STEPS)["scaler"]["_growth_tracker"] > 0  # it counts steps
+    flag_lists = [(*t5, "--fsdp-version", version, "--precision", "fp16") for version in (1, 2)]
+    check_resume(copy / "t5_fsdp.py", flag_lists, tmp_path)
+    assert progress(tmp_path / "0", T5_STEPS)["scaler"]["_growth_tracker"] > 0  # the scaler counts steps
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["t5-lora", "lm-lora"])
 def test_adapters_resume(name, t5, lm, tmp_path):
-    """Most weights are not trained; those of T5 are FSDP1's."""
+    """Most weights are frozen. T5 uses FSDP1."""
     script, flags = ("lm_multinode.py", lm) if name == "lm-lora" else ("t5_fsdp.py", (*t5, "--fsdp-version", 1))
     check_resume(patched(tmp_path / "copy", name) / script, [flags], tmp_path)

@@ -1,4 +1,4 @@
-"""Runs as users start them: scripts learn, save what they trained, compare, say what runs, and end when they should."""
+"""Runs as users start them: scripts learn, save, compare, report what runs, and end when they should."""
 
 import math
 import os
@@ -21,29 +21,29 @@ LM = (*SMALL, "--global-batch-size", 16, "--micro-batch-size", 2)
 
 
 def check_width(printed):
-    """A terminal of 100 columns shows a line of metrics whole."""
+    """Each line of metrics fits into a terminal of 100 columns."""
     rows = [line for line in printed.splitlines() if " | " in line]
     assert rows and max(map(len, rows)) <= 100
 
 
 def torchrun_command(processes, script, flags):
-    """What `python SCRIPT FLAGS` prints: the command that does the same."""
+    """A pattern for the equivalent torchrun command, which `python SCRIPT FLAGS` prints."""
     return rf"^torchrun .*--nproc_per_node {processes} \S*{script} {' '.join(map(str, flags))} "
 
 
 # ---- MNIST: both halves ----------------------------------------------------------------------------------------------
-def test_both_halves_of_mnist_stand_side_by_side(small_mnist, tmp_path):
-    """`python mnist_fsdp.py` with fewer images in smaller batches: a process holds half of the state."""
+def test_mnist_compares_its_two_halves(small_mnist, tmp_path):
+    """`python mnist_fsdp.py`, with fewer images in smaller batches. Under FSDP a process holds half of the state."""
     flags = ("--model", "shallow", "--dataset", "mnist", "--data-dir", small_mnist, "--global-batch-size", 16)
     flags = (*flags, "--epochs", 1)
-    flags = (*flags, "--min-num-params", 10_000_000)  # one unit: nothing of it may count as gathered
+    flags = (*flags, "--min-num-params", 10_000_000)  # one unit, whose gathered weights must not count as state
     finished = succeed("mnist_fsdp.py", *flags, "--save-model", "--output-dir", tmp_path)
     assert re.search(torchrun_command(2, "mnist_fsdp.py", flags), finished.stdout, re.MULTILINE)
     local, sharded = records(tmp_path, "loss")
     assert (local["mode"], local["processes"]) == ("local", 1)
     assert (sharded["mode"], sharded["processes"]) == ("fsdp", 2)
     check_width(finished.stdout)
-    lines = re.findall(r"^shallow +\| .*", finished.stdout, re.MULTILINE)  # one for each epoch, then side by side
+    lines = re.findall(r"^shallow +\| .*", finished.stdout, re.MULTILINE)  # each half's epoch, then both again
     assert len(lines) == 4 and lines[2:] == lines[:2]
     assert local["state_gib"] == pytest.approx(16 * 1_199_882 / 2**30, rel=0.01)
     assert sharded["state_gib"] == pytest.approx(local["state_gib"] / 2, rel=0.02)
@@ -55,7 +55,7 @@ def test_both_halves_of_mnist_stand_side_by_side(small_mnist, tmp_path):
 
 @pytest.mark.long
 def test_the_xpu_script_runs_on_a_cpu(small_mnist, tmp_path):
-    """On images of MNIST, on a number of processes that does not divide 64."""
+    """It trains on MNIST's images, with three processes, which do not divide 64."""
     flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--num-processes", 3)
     flags = (*flags, "--epochs", 3, "--lr", 0.1, "--save-model")
     finished = succeed("mnist_fsdp_xpu.py", *flags, "--output-dir", tmp_path)
@@ -72,7 +72,7 @@ def test_the_xpu_script_runs_on_a_cpu(small_mnist, tmp_path):
 
 @pytest.mark.long
 def test_equal_layers_learn_the_same_on_any_number_of_processes(tmp_path):
-    """By FSDP2 and FSDP1, in ten steps; the peak falls with the state, also in halves that are started alone."""
+    """Ten steps, with FSDP2 and FSDP1, each half started alone. Peak memory falls with the state."""
     sizes = {"layers": 51_451_274, "deep": 94_104_234, "shallow": 1_199_882}
     with torch.device("meta"):
         for name, size in sizes.items():
@@ -83,8 +83,8 @@ def test_equal_layers_learn_the_same_on_any_number_of_processes(tmp_path):
     assert f"{sizes['layers']:,}" in finished.stdout
     succeed("mnist_fsdp.py", *flags, processes=2)
     for processes, version in ((1, 2), (4, 1)):
-        more = ("--mode", "fsdp", "--fsdp-version", version, "--print-model")
-        finished = succeed("mnist_fsdp.py", *flags, *more, processes=processes, fork=True)
+        fsdp_flags = ("--mode", "fsdp", "--fsdp-version", version, "--print-model")
+        finished = succeed("mnist_fsdp.py", *flags, *fsdp_flags, processes=processes, fork=True)
     assert finished.stdout.count("(fc1): FullyShardedDataParallel(") == 1
     rows = records(tmp_path, "loss")
     local, sharded = rows[:2]
@@ -92,19 +92,19 @@ def test_equal_layers_learn_the_same_on_any_number_of_processes(tmp_path):
     for row in rows:
         assert row["state_gib"] == pytest.approx(16 * sizes["layers"] / row["processes"] / 2**30, rel=0.02)
         for name in ("loss", "test_loss"):
-            assert row[name] == pytest.approx(local[name], abs=5e-5), row  # to the digits that are printed
-        assert row["accuracy"] == pytest.approx(local["accuracy"], abs=6e-4), row  # but for one image
-    if not math.isnan(local["peak_gib"]):  # which not every system tells
+            assert row[name] == pytest.approx(local[name], abs=5e-5), row  # up to the printed digits
+        assert row["accuracy"] == pytest.approx(local["accuracy"], abs=6e-4), row  # at most one image differs
+    if not math.isnan(local["peak_gib"]):  # not every system reports it
         assert local["peak_gib"] - sharded["peak_gib"] > (local["state_gib"] - sharded["state_gib"]) / 2
 
 
 # ---- T5 --------------------------------------------------------------------------------------------------------------
-NUM_VALIDATED = 103  # articles, which cannot be divided among 2 processes, nor among 3
+NUM_VALIDATED = 103  # articles, which neither 2 nor 3 processes can divide
 
 
 @pytest.fixture(scope="module")
 def trained_t5(tmp_path_factory):
-    """The folder after a small part of the bare command, which says what runs."""
+    """The output folder of a shorter `python t5_fsdp.py`, which must print what runs."""
     folder = tmp_path_factory.mktemp("t5")
     flags = ("--num-train-samples", 480, "--epochs", 1, "--global-batch-size", 16, "--lr", 3e-3, "--precision", "fp32")
     flags += ("--num-validation-samples", NUM_VALIDATED, "--max-target-length", 40, "--output-dir", folder)
@@ -117,8 +117,8 @@ def trained_t5(tmp_path_factory):
     return folder
 
 
-def test_rouge_is_that_of_the_summaries_on_any_number_of_processes(trained_t5, tmp_path):
-    """As plain transformers and rouge_score have it: of the first 100 articles, each once, in several batches."""
+def test_rouge_equals_that_of_plain_transformers_on_any_number_of_processes(trained_t5, tmp_path):
+    """rouge_score scores the first 100 articles. The script must count each once, in several batches."""
     flags = ("--model", trained_t5 / "best", "--num-train-samples", 48, "--num-validation-samples", NUM_VALIDATED)
     flags += ("--test-batch-size", 7, "--max-target-length", 40, "--max-steps", 1, "--precision", "fp32")
     flags += ("--no-save-model", "--output-dir", tmp_path)
@@ -131,14 +131,14 @@ def test_rouge_is_that_of_the_summaries_on_any_number_of_processes(trained_t5, t
     scorer = RougeScorer(ROUGE, use_stemmer=True)
     scores = [scorer.score(reference, text) for reference, text in zip(articles["summary"], texts, strict=True)]
     for name in ROUGE:
-        expected = sum(of_one[name].fmeasure for of_one in scores) / len(scores)
-        assert curve(trained_t5, name)[-1] == pytest.approx(expected, abs=0.005)  # a word, where two are as likely
+        expected = sum(score[name].fmeasure for score in scores) / len(scores)
+        assert curve(trained_t5, name)[-1] == pytest.approx(expected, abs=0.005)  # one word may differ, if two tie
         assert curve(tmp_path, name)[0] == pytest.approx(expected, abs=0.005)
 
 
 # ---- The language model ----------------------------------------------------------------------------------------------
 def test_the_lm_exports_what_it_trained(tmp_path):
-    """`python lm_multinode.py`, cut from 500 to 30 steps, says what runs."""
+    """A shorter `python lm_multinode.py`, with 30 instead of 500 steps, must also print what runs."""
     flags = ("--max-steps", 30, "--warmup-steps", 5, "--num-validation-texts", 50, "--precision", "fp32")
     flags = (*flags, "--log-every", 10, "--output-dir", tmp_path)
     finished = succeed("lm_multinode.py", *flags, processes=2, fork=True)
@@ -146,7 +146,7 @@ def test_the_lm_exports_what_it_trained(tmp_path):
     assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]))
     steps = records(tmp_path, "loss", "grad_norm", "lr", "tokens/s", "peak_gib")
     assert [step["step"] for step in steps] == [10, 20, 30]
-    assert "mfu" not in steps[0]  # which has no meaning on a CPU of unknown speed
+    assert "mfu" not in steps[0]  # it has no meaning on a CPU of unknown speed
     model = tmp_path / "model"
     assert lm_validation_loss(model, "--num-validation-texts", 50) == pytest.approx(last["val_loss"], **CLOSE)
     size = AutoModelForCausalLM.from_pretrained(model).num_parameters()
@@ -155,8 +155,8 @@ def test_the_lm_exports_what_it_trained(tmp_path):
         assert fact in finished.stdout
 
 
-def test_shapes_have_their_parameters_and_heads():
-    """Of the document's model, TinyLlama and Llama 2."""
+def test_built_in_shapes_have_the_published_sizes():
+    """They are the document's model, TinyLlama and Llama 2."""
     sizes = {"tiny": 8_594_048, "150m": 214_983_680, "1b": 1_100_048_384, "7b": 6_738_415_616}
     heads = {"tiny": 32, "150m": 64, "1b": 64, "7b": 128}
     for name in inside.LM_MODELS:
@@ -166,8 +166,8 @@ def test_shapes_have_their_parameters_and_heads():
 
 @pytest.mark.long
 def test_strategies_are_compared(tmp_path, tiny_llama):
-    """A row for each, least memory first: the state by its shards, which for the hybrids are those of a node. That the
-    folder has a checkpoint does not matter."""
+    """Each strategy has a row, the one with the least memory first. Hybrids divide the state by a node's processes. A
+    checkpoint in the folder does not matter."""
     (tmp_path / "checkpoints" / "step-0000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-0000001" / ".metadata").touch()
     processes, shards = 4, 2
@@ -181,8 +181,8 @@ def test_strategies_are_compared(tmp_path, tiny_llama):
     mfu_per_speed = inside.lm_mfu_per_token_per_second(args, inside.world_of(size=processes), model)
     for row in rows:
         name = row["strategy"]
-        own = {"NO_SHARD": 1, "FULL_SHARD": processes, "SHARD_GRAD_OP": processes}.get(name, shards)
-        assert row["state_gib"] * 2**30 == pytest.approx(16 * model.num_parameters() / own, rel=0.02)
+        num_shards = {"NO_SHARD": 1, "FULL_SHARD": processes, "SHARD_GRAD_OP": processes}.get(name, shards)
+        assert row["state_gib"] * 2**30 == pytest.approx(16 * model.num_parameters() / num_shards, rel=0.02)
         assert row["mfu"] == pytest.approx(row["tokens/s"] * mfu_per_speed)
         shown = rf"^strategy {name} .*tokens/s +{row['tokens/s']:,.0f} .*mfu {row['mfu']:.2f}"
         assert re.search(shown, finished.stdout, re.MULTILINE)
@@ -191,12 +191,12 @@ def test_strategies_are_compared(tmp_path, tiny_llama):
 
 @pytest.mark.long
 def test_a_pretrained_model_trains_with_its_dropout(tmp_path):
-    """It comes in eval()."""
+    """`from_pretrained` returns it in eval(), without dropout."""
     losses = []
-    for share in (0.0, 0.5):
+    for dropout in (0.0, 0.5):
         models = {
-            "lm_multinode.py": make_llama(tmp_path / f"llama{share}", attention_dropout=share),
-            "t5_fsdp.py": make_model(tmp_path / f"t5{share}", dropout_rate=share),
+            "lm_multinode.py": make_llama(tmp_path / f"llama{dropout}", attention_dropout=dropout),
+            "t5_fsdp.py": make_model(tmp_path / f"t5{dropout}", dropout_rate=dropout),
         }
         for script, model in models.items():
             flags = ("--model", model, "--max-steps", 1, "--log-every", 1, "--no-save-model")
@@ -205,24 +205,24 @@ def test_a_pretrained_model_trains_with_its_dropout(tmp_path):
     assert abs(losses[0] - losses[2]) > 1e-4 and abs(losses[1] - losses[3]) > 1e-4
 
 
-# ---- What is asked of the Hub ----------------------------------------------------------------------------------------
+# ---- Requests to the Hub ---------------------------------------------------------------------------------------------
 @pytest.mark.long
 @pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_one_process_asks_the_hub(script, tiny_llama, tiny_model, articles_csv, tmp_path):
-    """Of all processes of a node one, for config and tokenizer; rank 0 for the weights."""
+def test_only_one_process_asks_the_hub(script, tiny_llama, tiny_model, articles_csv, tmp_path):
+    """One process of each node asks for config and tokenizer, and rank 0 for the weights."""
     folder, flags = tiny_llama, LM
     if script == "t5_fsdp.py":
         folder, flags = tiny_model, ("--dataset", articles_csv, "--num-validation-samples", 3)
-    requests = []
+    requests_of_runs = []
     for processes in (1, 2):
         flags = (*flags, "--model", "someone/model", "--num-processes", processes, "--max-steps", 1, "--no-save-model")
-        with hub(folder) as (online, asked):
-            # A real command: the Hub's address is read when its library is imported.
+        with hub(folder) as (variables, requests):
+            # No fork: the Hub's library reads the address when it is imported.
             output = tmp_path / str(processes)
-            succeed(script, *flags, "--output-dir", output, **online, HF_HOME=str(tmp_path / f"cache{processes}"))
-        requests.append(sorted(asked))
-    assert any("model.safetensors" in request for request in requests[0])
-    assert requests[0] == requests[1]
+            succeed(script, *flags, "--output-dir", output, **variables, HF_HOME=str(tmp_path / f"cache{processes}"))
+        requests_of_runs.append(sorted(requests))
+    assert any("model.safetensors" in request for request in requests_of_runs[0])
+    assert requests_of_runs[0] == requests_of_runs[1]
 
 
 # ---- How runs end ----------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_one_process_asks_the_hub(script, tiny_llama, tiny_model, articles_csv, 
     [("mistake", 2, "error: a mistake"), ("killed", 1, "SIGKILL"), ("crash 1", 1, "ZeroDivisionError: a bug")],
 )
 def test_processes_that_python_started_end_together(fate, code, cause, tmp_path):
-    """Long before a collective would give up, with the cause on stderr."""
+    """They end long before a collective would time out, and stderr has the cause."""
     script = tmp_path / "small.py"
     script.write_text(inside.SMALL_SCRIPT)
     finished = run(script, fate, PYTHONPATH=str(ROOT))
@@ -245,7 +245,7 @@ def test_processes_that_python_started_end_together(fate, code, cause, tmp_path)
 
 @pytest.mark.long
 def test_a_printed_command_can_be_pasted(tmp_path):
-    """Of a script whose name a shell splits, on a host that does not know its own name."""
+    """Even if a shell splits the script's name, and the host cannot resolve its own."""
     script = tmp_path / "my script.py"
     script.write_text(f"import socket\nsocket.getfqdn = lambda *_: 'unknown.invalid'\n{inside.SMALL_SCRIPT}")
     environment = {"PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Stops reach all processes of a run at once, as from Slurm or a terminal: it saves, and leaves none behind."""
+"""A stop by Slurm or a terminal reaches all processes of a run at once. The run saves and leaves no process behind."""
 
 import os
 import pty
@@ -16,7 +16,7 @@ def check_that_none_is_left(printed):
     sessions = re.findall(r"^session (\d+)$", printed, re.M)
     assert len(sessions) == 2
     deadline = time.monotonic() + 30
-    while left := [name for name in processes_of(sessions)]:
+    while left := list(processes_of(sessions)):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
 
@@ -25,7 +25,7 @@ def processes_of(sessions):
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, fields = path.read_text().rsplit(")", 1)
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         state, _, _, session = fields.split()[:4]
         if session in sessions and state != "Z":
@@ -41,8 +41,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, worker_start", CASES)
-def test_a_stop_of_the_group_is_saved(name, worker_start, tiny_llama, tmp_path):
-    """Of the second step, or of the one after it. The last line says how to go on; nothing is validated."""
+def test_a_run_whose_process_group_is_stopped_saves(name, worker_start, tiny_llama, tmp_path):
+    """It saves the second step or the one after it, and does not validate. The last line says how to resume."""
     flags = (*LM, "--model", tiny_llama, "--output-dir", tmp_path)
     change = ("stop_group", name, worker_start)
     finished = run("lm_multinode.py", *flags, processes=2, fork=True, check=True, change=change)
@@ -57,34 +57,34 @@ def test_a_stop_of_the_group_is_saved(name, worker_start, tiny_llama, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("nohup, processes", [(False, 1), (False, 2), (True, 2)])
-def test_a_terminal_that_closes(nohup, processes, tiny_llama, tmp_path, monkeypatch):
-    """Nobody reads from then on: printing fails. The run saves and ends; under nohup it goes on to its end."""
+def test_a_run_saves_when_its_terminal_closes(nohup, processes, tiny_llama, tmp_path, monkeypatch):
+    """From then on printing fails. The run saves and ends; under nohup it continues to its end."""
     steps = 30 if nohup else 10_000
     flags = (*LM, "--model", tiny_llama, "--global-batch-size", 16, "--max-steps", steps, "--num-processes", processes)
-    ours, theirs = pty.openpty()
-    # What opens a terminal as the first of its session has it as its own.
-    start = ("sh", "-c", 'exec "$@" <$0 >$0 2>&1', os.ttyname(theirs), *(["nohup"] if nohup else []))
+    our_end, terminal = pty.openpty()
+    # The first process of a session that opens a terminal makes it the session's own.
+    start = ("sh", "-c", 'exec "$@" <$0 >$0 2>&1', os.ttyname(terminal), *(["nohup"] if nohup else []))
     monkeypatch.chdir(tmp_path)  # for nohup.out
     with started("lm_multinode.py", *flags, "--output-dir", tmp_path, start=start) as running:
         while running.poll() is None and not (Path("metrics.jsonl").exists() and losses(tmp_path)):
             time.sleep(0.1)
-        os.close(ours)
+        os.close(our_end)
         running.wait()
-    os.close(theirs)
+    os.close(terminal)
     last_step = max(losses(tmp_path))
     assert (last_step == steps) == nohup == (tmp_path / "model").exists()
     assert (tmp_path / f"checkpoints/step-{last_step:07d}/.metadata").exists() != nohup
 
 
 @pytest.mark.long
-def test_a_run_does_not_wait_for_a_worker_that_reads(tiny_llama, tmp_path):
+def test_a_run_does_not_wait_for_a_worker_that_still_reads(tiny_llama, tmp_path):
     flags = (*LM, "--model", tiny_llama, "--max-steps", 1, "--no-save-model", "--output-dir", tmp_path)
-    run_many("lm_multinode.py", [flags], 2, change=("read_for_ever", 1))
+    run_many("lm_multinode.py", [flags], 2, change=("read_without_end", 1))
 
 
 @pytest.mark.long
 def test_a_killed_process_leaves_none_behind(tiny_llama, tmp_path):
-    """Also where Python would start a fork server, as it does from 3.14 on."""
+    """Even if Python starts processes from a fork server, its default from 3.14 on."""
     flags = (*LM, "--model", tiny_llama, "--output-dir", tmp_path)
     options = {"change": ("kill_alone", 1), "START_METHOD": "forkserver"}
     finished = run("lm_multinode.py", *flags, processes=2, fork=True, **options)
@@ -93,8 +93,8 @@ def test_a_killed_process_leaves_none_behind(tiny_llama, tmp_path):
 
 
 @pytest.mark.long
-def test_a_second_ctrl_c_ends_a_run_of_one_process(tiny_llama, tmp_path):
-    """At once, also where it waits for texts that never come; here, in a step."""
+def test_a_second_ctrl_c_ends_a_run_of_one_process_at_once(tiny_llama, tmp_path):
+    """Here it comes in a step. It must also work while the run waits for texts that never come."""
     flags = (*LM, "--model", tiny_llama, "--output-dir", tmp_path)
     finished = run("lm_multinode.py", *flags, processes=1, fork=True, change=("signal_in_step", 0, 2, "SIGINT", 2))
     assert finished.returncode == 130 and "Traceback" not in finished.stderr

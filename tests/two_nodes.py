@@ -1,7 +1,7 @@
-"""Two nodes on one machine: two network namespaces joined by a cable, as far as sockets can tell.
+"""Two nodes on one machine: two network namespaces, joined by a virtual cable.
 
-Each node has one address of its own, a host name (node0, node1) and a hosts file that knows both. Disk, memory and
-cores are shared. Needs Linux, root and iproute2.
+Each node has its own address, its host name (node0, node1) and a hosts file that lists both. The nodes share disk,
+memory and cores. Needs Linux, root and iproute2.
 """
 
 import contextlib
@@ -16,32 +16,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-CABLE = "eth0"  # its name on both nodes
+CABLE = "eth0"  # the interface's name on both nodes
 
 
 class NoNamespacesError(Exception):
-    """This machine cannot have two nodes; the text says why."""
+    """This machine cannot have two nodes. The message gives the reason."""
 
 
 @contextlib.contextmanager
 def two_nodes():
-    """Two nodes that are gone when the block ends, with every process on them. Raises NoNamespacesError."""
-    # With this process's id, so that tests which run at the same time do not meet.
+    """Yield two nodes. When the block ends, they and all their processes are gone. Raises NoNamespacesError."""
+    # The process id keeps apart tests that run at the same time.
     names = [f"node{node}-{os.getpid()}" for node in (0, 1)]
-    with contextlib.ExitStack() as cleanup:
-        # Left alone, a SIGTERM (of `timeout`, for example) would end this process without any cleaning up.
-        cleanup.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)))
+    with contextlib.ExitStack() as stack:
+        # By default, SIGTERM (from `timeout`, for example) would end this process without cleaning up.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)))
         try:
             for name in names:
-                settings = Path("/etc/netns", name)  # `ip netns exec` shows its files in place of those in /etc
+                settings = Path("/etc/netns", name)  # `ip netns exec` mounts these files over /etc
                 settings.mkdir(parents=True)
-                cleanup.callback(shutil.rmtree, settings)
+                stack.callback(shutil.rmtree, settings)
                 hosts = [f"{address} node{node}\n" for node, address in enumerate(ADDRESSES)]
                 (settings / "hosts").write_text("127.0.0.1 localhost\n" + "".join(hosts))
-                (settings / "resolv.conf").touch()  # no name server: nothing else has a name
+                (settings / "resolv.conf").touch()  # no name server: no other name resolves
                 ip("netns", "add", name)
-                cleanup.callback(ip, "netns", "delete", name)  # and its end of the cable
-            # Made inside: outside, both ends would need names that nothing else uses.
+                stack.callback(ip, "netns", "delete", name)  # which deletes its end of the cable
+            # Create both ends inside the namespaces. Outside, they would need two unused names.
             ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
             for name, address in zip(names, ADDRESSES, strict=True):
                 ip("-netns", name, "address", "add", f"{address}/24", "dev", CABLE)
@@ -50,8 +50,8 @@ def two_nodes():
         except (OSError, subprocess.CalledProcessError) as error:
             reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
             raise NoNamespacesError(f"network namespaces cannot be made here ({reason})") from error
-        nodes = TwoNodes(names, cleanup.enter_context(tempfile.TemporaryDirectory()))
-        cleanup.callback(nodes.kill)
+        nodes = TwoNodes(names, stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.callback(nodes.kill)
         yield nodes
 
 
@@ -67,9 +67,9 @@ class TwoNodes:
         self.names, self.folder = names, folder
 
     def torchrun(self, script, *arguments, options=(), timeout=300):
-        """The command of a real cluster, with two processes on each node. gloo listens on the address that the host's
-        own name has. Returns the finished torchrun of each node, output as text; killed after `timeout` seconds."""
-        # As printed: after a restart torchrun's own store would still have the addresses of dead processes.
+        """Run a real cluster's command, with two processes on each node; gloo listens on the address of the host name.
+        Returns each node's finished torchrun, with its output as text. Kills all after `timeout` seconds."""
+        # As the pages print it: after a restart, torchrun's store would still list dead processes' addresses.
         torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"]
         torchrun += [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 2]
         torchrun += ["--rdzv_id", 1, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500", *options]
@@ -78,7 +78,7 @@ class TwoNodes:
         for node, name in enumerate(self.names):
             name_and_run = 'hostname "$0"; exec "$@"'  # each exec replaces the one before it
             inside = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", name_and_run, f"node{node}"]
-            # Into files: of several pipes, one could fill up while another is read.
+            # Files, not pipes: one pipe could fill up while another is read.
             with open(f"{self.folder}/stdout{node}", "w") as stdout, open(f"{self.folder}/stderr{node}", "w") as stderr:
                 processes.append(subprocess.Popen([*inside, *map(str, torchrun)], stdout=stdout, stderr=stderr))
 
@@ -95,7 +95,7 @@ class TwoNodes:
         return finished
 
     def kill(self):
-        """Kill every process on the nodes. By node: torchrun's workers are in sessions of their own."""
+        """Kill every process on the nodes, also torchrun's workers, which have their own sessions."""
         while running := [int(pid) for name in self.names for pid in ip("netns", "pids", name).split()]:
             for pid in running:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,17 +1,17 @@
-"""The scripts beside what else trains the same model on the same cores: speed, and the memory of a process.
+"""Compare the scripts with other code that trains the same model on the same cores: speed, and memory of a process.
 
     python tests/benchmarks/beside.py
 
-All train in fp32, on as many samples in a step. They take turns, each in processes of its own; the table has medians
-over the turns, of the steps that follow as many to warm up. Padding does not count as tokens. Texts have lengths as in
-C4, articles as in WikiHow. On a machine that does other work set OMP_WAIT_POLICY=passive.
+All train in fp32, with the same number of samples in a step. They take turns, each in new processes. In each turn half
+of the steps warm up and the other half count; the table has medians over the turns. Padding does not count as tokens.
+Texts are as long as C4's, articles as long as WikiHow's. On a busy machine, set OMP_WAIT_POLICY=passive.
 
-    Trainer, Seq2SeqTrainer   transformers' own, on a model that it shards (tests/oracle.py), with the script's samples
+    Trainer, Seq2SeqTrainer   transformers' own, which shard the model (tests/oracle.py) and get the script's samples
     Trainer without FSDP      the same in one process, on all cores
-    tutorial                  the loop of lm_multinode.py's page: each text padded or cut by four workers, the model one
-                              unit of FSDP1, AdamW without fusion, `.item()` in every micro-batch. Its accumulation is
-                              put right (docs/from-the-documents.md), which makes it faster
-    loader                    how fast the LM's worker packs texts for one process: above what a GPU trains on
+    tutorial                  the loop of the tutorial that lm_multinode.py is based on: four workers pad or cut each
+                              text, the model is one FSDP1 unit, AdamW is not fused, and every micro-batch calls
+                              `.item()`. Its accumulation is corrected (docs/from-the-documents.md), so it is faster
+    loader                    how fast the LM's worker packs texts for one process. It must be faster than a GPU trains
 """
 
 import argparse
@@ -44,7 +44,7 @@ from inside import lm_loader, parse, peak_gib, set_up, t5_articles
 
 
 def tutorial(args, world):
-    """Makes steps, and yields the tokens of each."""
+    """Train without end, and yield the number of tokens of each step."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).train()
     model = FSDP(model, use_orig_params=True, device_id=world.device)
@@ -64,8 +64,8 @@ def tutorial(args, world):
     batches = iter(DataLoader(rows, collate_fn=collate, batch_size=args.micro_batch_size, num_workers=4))
     micro_batches = args.global_batch_size // (args.micro_batch_size * world.size)
     while True:
-        for number in range(1, micro_batches + 1):
-            with model.no_sync() if number < micro_batches else contextlib.nullcontext():
+        for micro_batch in range(1, micro_batches + 1):
+            with model.no_sync() if micro_batch < micro_batches else contextlib.nullcontext():
                 loss = model(**next(batches)).loss / micro_batches
                 loss.backward()
             loss.item()
@@ -75,9 +75,9 @@ def tutorial(args, world):
 
 
 def loader(args, world):
-    """The LM's loader alone, in one process, which has all streams."""
+    """The LM's loader alone. Its one process has all streams."""
     steps = lm_loader(args, AutoTokenizer.from_pretrained(args.model))
-    while True:  # many steps at a time: a block of texts fills 64 sequences at once
+    while True:  # time many steps at once: a block of texts fills 64 sequences
         yield sum(args.global_batch_size * args.seq_length for _ in itertools.islice(steps, 200))
 
 
@@ -86,7 +86,7 @@ LOOPS = {"tutorial": tutorial, "loader": loader}
 
 
 def run_loop(options, flags: list) -> None:
-    """One process of such a loop. Rank 0 writes what the second half of the steps took, as the scripts do."""
+    """Run one process of a loop. Rank 0 writes the speed of the second half of the steps, as the scripts do."""
     args = parse("lm_multinode.py", *flags)
     args.output_dir.mkdir(exist_ok=True)
     world = set_up(args)
@@ -97,11 +97,11 @@ def run_loop(options, flags: list) -> None:
         record = {"tokens/s": tokens / (time.perf_counter() - start), "peak_gib": peak_gib(world.device)}
     if world.rank == 0:
         (args.output_dir / "metrics.jsonl").write_text(json.dumps(record))
-    os._exit(0)  # not a tidy end: the model would be freed after the process group, which aborts
+    os._exit(0)  # a normal exit would abort: the model would be freed after the process group
 
 
 def trainer_loop(path: Path, model: Path, samples: list, micro_batch_size: int, options) -> list:
-    """transformers' trainer, with the samples of a script."""
+    """The command of transformers' trainer, for these samples of a script."""
     task = {"model": str(model), "samples": samples, "batch_size": 8, "micro_batch_size": micro_batch_size}
     task |= {"rates": [1e-4] * 2 * options.steps, "log_every": options.steps}
     path.write_text(json.dumps(task))
@@ -109,7 +109,7 @@ def trainer_loop(path: Path, model: Path, samples: list, micro_batch_size: int, 
 
 
 def lm_loops(folder: Path, options) -> dict[str, list]:
-    """What makes the steps of each loop, but for what starts the processes."""
+    """The command of each loop, without `python` or torchrun."""
     made_up.write_texts(folder, texts=20)
     model = made_up.write_llama(folder / "llama", layers=8)
     flags = [*options.flags, "--model", model, "--dataset", f"{folder}/*.json.gz", "--validate-every", 0]
@@ -134,19 +134,19 @@ def t5_loops(folder: Path, options) -> dict[str, list]:
 
 
 def rows(loops: dict[str, list], folder: Path, options):
-    """Let the loops take turns."""
-    found = {name: [] for name in loops}
+    """Let the loops take turns, and yield a row for each."""
+    results = {name: [] for name in loops}
     for turn, name in itertools.product(range(options.turns), loops):
         processes = 1 if name in ALONE else 2
         output = folder / f"{name} {turn}"
-        start = shared.torchrun(processes) if processes > 1 else [sys.executable]  # by torchrun it would be DDP
+        start = shared.torchrun(processes) if processes > 1 else [sys.executable]  # torchrun would make it DDP
         command = [*start, *loops[name], "--output-dir", output]
         environment = os.environ | {"OMP_NUM_THREADS": str(os.cpu_count() // processes)}
         finished = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
         if finished.returncode:
             sys.exit(f"{name}\n{finished.stderr[-5000:]}")
-        found[name].append([record for record in shared.read_metrics(output) if "tokens/s" in record][-1])
-    for name, records in found.items():
+        results[name].append([record for record in shared.read_metrics(output) if "tokens/s" in record][-1])
+    for name, records in results.items():
         speeds = [record["tokens/s"] for record in records]
         row = {"loop": name, "tokens/s": statistics.median(speeds), "of each turn": " ".join(map(shared.cell, speeds))}
         yield row | {"peak GiB of a process": statistics.median(record["peak_gib"] for record in records)}
@@ -154,9 +154,9 @@ def rows(loops: dict[str, list], folder: Path, options):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=3, help="of each loop")
-    parser.add_argument("--steps", type=int, default=4, help="to warm up, and as many that count")
-    parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)  # for its processes
+    parser.add_argument("--turns", type=int, default=3, help="runs of each loop")
+    parser.add_argument("--steps", type=int, default=4, help="steps to warm up, and again as many that count")
+    parser.add_argument("--loop", choices=LOOPS, help=argparse.SUPPRESS)  # for the processes of a loop
     options, flags = parser.parse_known_args()
     if options.loop:
         run_loop(options, flags)

@@ -1,17 +1,17 @@
-"""What the scripts do on one GPU: speed, MFU and memory of a Llama and a T5, beside the predicted memory.
+"""What the scripts do on one GPU: speed, MFU and memory of a Llama and a T5, next to the predicted memory.
 
-    python tests/benchmarks/gpu_table.py --peak-tflops 989              # all rows; the peak of an H100 in bf16
-    python tests/benchmarks/gpu_table.py --parts lm                     # or those of one script, without MFU
-    python tests/benchmarks/gpu_table.py --device cpu --tiny            # the same on tiny shapes, to try it
+    python tests/benchmarks/gpu_table.py --peak-tflops 989              # all rows; 989 is an H100's peak in bf16
+    python tests/benchmarks/gpu_table.py --parts lm                     # only the LM's rows, without MFU
+    python tests/benchmarks/gpu_table.py --device cpu --tiny            # try it on a CPU, with tiny shapes
 
-Needs one GPU and no network: random weights in the shape of the real models, texts of random words that fill every
-sequence. Each row is a run of the script by its command line, `--steps` steps to warm up and compile and as many that
-count; it is printed as soon as it is there. One that runs out of memory says so, and the next goes on. It ends
-after `--minutes`. tf32 is what the scripts make of fp32 on a GPU.
+It needs one GPU and no network: weights are random, in the shapes of the real models, and texts of random words fill
+every sequence. Each row is a run of the script's command line: `--steps` steps warm up and compile, then as many count.
+Rows are printed as they come. If a run is out of memory, its row says so, and the next run starts. All ends after
+`--minutes`. On a GPU the scripts compute fp32 in tf32.
 
-MFU is model FLOP/s over the device's bf16 peak, in every precision: for the Llama by lm_multinode.py, for T5 three
-times what torch's FLOP counter finds in a forward pass. `predicted GiB` is what will_it_fit.py says; it traces neither
-FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator gave out; on a CPU, the memory of the process.
+MFU is model FLOP/s over the device's bf16 peak, in every precision. lm_multinode.py counts the Llama's FLOPs; T5's are
+three times what torch's FLOP counter finds in a forward pass. `predicted GiB` comes from will_it_fit.py, which traces
+neither FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator handed out or, on a CPU, the process's memory.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 SOURCE = 512
 TARGET = 152
-WAYS = {
+VARIANTS = {
     "bf16": ("--precision", "bf16"),
     "bf16, compile": ("--precision", "bf16", "--compile"),
     "bf16, recomputing": ("--precision", "bf16", "--activation-checkpointing"),
@@ -47,7 +47,7 @@ WAYS = {
 
 
 def prepare_lm(folder: Path, options) -> list:
-    """The flags of a run."""
+    """Write texts and a tokenizer. Returns the flags of a run."""
     made_up.write_texts(folder, texts=100 if options.tiny else 4000)
     batch = 2 if options.tiny else 16
     flags = ["--model", "tiny" if options.tiny else "150m", "--seq-length", 128 if options.tiny else 1024]
@@ -60,7 +60,7 @@ def prepare_t5(folder: Path, options) -> list:
     batch = 2 if options.tiny else 16
     steps = 2 * options.steps
     shape = "tiny" if options.tiny else "t5-base"
-    made_up.write_articles(folder, int(1.2 * batch * steps) + 50, shape, mean=2500, sigma=0.05)  # all are cut
+    made_up.write_articles(folder, int(1.2 * batch * steps) + 50, shape, mean=2500, sigma=0.05)  # longer than a source
     flags = ["--model", folder, "--global-batch-size", batch, "--micro-batch-size", batch]
     flags += ["--max-source-length", SOURCE, "--max-target-length", TARGET]
     return [*flags, "--dataset", folder / "articles.csv", "--num-train-samples", 0, "--no-run-validation"]
@@ -76,7 +76,7 @@ def t5_flops_per_token(folder: Path) -> float:
 
 
 def measure(script: str, flags: list, output: Path, seconds: float) -> dict:
-    """The last record of a run, or why there is none."""
+    """The last record of a run, or a note why there is none."""
     command = [sys.executable, shared.ROOT / script, *map(str, flags), "--output-dir", output]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
@@ -89,13 +89,12 @@ def measure(script: str, flags: list, output: Path, seconds: float) -> dict:
 
 
 def predict(script: str, flags: list, folder: Path, options) -> float | str:
-    """The GiB of the peak."""
     if "--compile" in flags or "--fsdp-version" in flags:
         return "-"
     vocabulary = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     attention = "cpu" if options.device == "cpu" else "gpu"
-    of_tool = argparse.Namespace(vocabulary=vocabulary, per_node=8, attention=attention)
-    with will_it_fit.traced(script, flags, of_tool) as run:
+    tool_options = argparse.Namespace(vocabulary=vocabulary, per_node=8, attention=attention)
+    with will_it_fit.traced(script, flags, tool_options) as run:
         return run.peak() / will_it_fit.GIB
 
 
@@ -105,18 +104,19 @@ def rows(part: str, folder: Path, options, deadline: float):
     flags += ["--device", options.device, "--num-processes", 1, "--no-save-model"]
     flags += ["--max-steps", 2 * options.steps, "--log-every", options.steps]
     flops = t5_flops_per_token(folder) if part == "t5" else 0
-    for number, (name, more) in enumerate(WAYS.items()):
-        if part == "lm" and "--fsdp-version" in more:
+    for index, (name, extra_flags) in enumerate(VARIANTS.items()):
+        if part == "lm" and "--fsdp-version" in extra_flags:
             continue
-        left = deadline - time.monotonic()
-        if left < 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left < 0:
             return
-        found = measure(script, [*flags, *more], folder / f"output-{number}", left)
-        row = {part: name, "tokens/s": found.get("tokens/s", "-"), "mfu": found.get("mfu", "-")}
-        if part == "t5" and options.peak_tflops and "tokens/s" in found:
-            row["mfu"] = found["tokens/s"] * flops / (options.peak_tflops * 1e12)
-        row["predicted GiB"] = predict(script, [*flags, *more], folder, options)
-        yield row | {"peak GiB": found.get("peak_gib", "-"), "note": found.get("note", "")}
+        run_flags = [*flags, *extra_flags]
+        result = measure(script, run_flags, folder / f"output-{index}", seconds_left)
+        row = {part: name, "tokens/s": result.get("tokens/s", "-"), "mfu": result.get("mfu", "-")}
+        if part == "t5" and options.peak_tflops and "tokens/s" in result:
+            row["mfu"] = result["tokens/s"] * flops / (options.peak_tflops * 1e12)
+        row["predicted GiB"] = predict(script, run_flags, folder, options)
+        yield row | {"peak GiB": result.get("peak_gib", "-"), "note": result.get("note", "")}
 
 
 def main() -> None:
@@ -124,9 +124,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["lm", "t5"], choices=("lm", "t5"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
-    parser.add_argument("--steps", type=int, default=20, help="that warm up, and that count")
-    parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the GPU in bf16, for MFU")
-    parser.add_argument("--minutes", type=float, default=24.0, help="after which no row goes on")
+    parser.add_argument("--steps", type=int, default=20, help="steps to warm up, and again as many that count")
+    parser.add_argument("--peak-tflops", type=float, default=0.0, help="the GPU's peak in bf16, for MFU")
+    parser.add_argument("--minutes", type=float, default=24.0, help="after which runs are stopped")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     device_name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()

@@ -1,13 +1,13 @@
-"""What lm_multinode.py's strategies send between two nodes, and how long a slow link makes their steps, beside what
-will_it_fit.py says of both.
+"""How much lm_multinode.py's strategies send between two nodes, and how long their steps take on a slow link, next to
+what will_it_fit.py predicts of both.
 
     python tests/benchmarks/lm_communication.py [--links 1000 100] [--micro-batches 1 4] [--turns 3]
 
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), train a Llama of 15 million parameters.
-Under each strategy the same processes make steps in turns: at the full speed of the cable, and with the link held at
-some Mbit/s in both directions. The MB that leave a node are the network interface's; seconds are medians. The bounds
-are those of will_it_fit.py, with a step at full speed as the time to compute. Of each number of micro-batches the
-strategy with the least upper bound is marked: it should be the fastest.
+Under each strategy the same processes take steps in turns: at the full speed of the cable, and with a limit of some
+Mbit/s in both directions. The network interface counts the MB that leave a node; seconds are medians. The bounds come
+from will_it_fit.py, with a step at full speed as the time to compute. For each number of micro-batches, `<-` marks the
+strategy with the least upper bound, which should be the fastest.
 """
 
 import argparse
@@ -42,13 +42,13 @@ def flags_of(model: str, strategy: str, micro_batches: int) -> list:
 
 
 def limit(world, link: float | None) -> None:
-    """Hold this node's end of the cable at so many Mbit/s."""
+    """Limit what this node sends to `link` Mbit/s; None removes the limit."""
     if world.local_rank == 0:
         subprocess.run(shared.limit_command(link and f"{link:g}mbit"), check=True)
 
 
 def count(function) -> torch.Tensor:
-    """Bytes that leave this node in a call, and its seconds. Nobody else sends, but for the barriers' few bytes."""
+    """The bytes that leave this node during a call, and its seconds. Only the barriers add a few bytes."""
     counter = Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes")
     dist.barrier()
     before = int(counter.read_text())
@@ -61,7 +61,7 @@ def count(function) -> torch.Tensor:
 
 
 def measure(options) -> None:
-    """One of four processes. Rank 0 prints what a node sends in a step, and its seconds, for each link."""
+    """Run one of four processes. For each link, rank 0 prints what a node sends in a step, and the seconds."""
     world = None
     for strategy, micro_batches in itertools.product(options.strategies, options.micro_batches):
         args = parse("lm_multinode.py", *flags_of(options.model, strategy, micro_batches))
@@ -70,7 +70,7 @@ def measure(options) -> None:
         tokens = torch.full((1, args.seq_length), world.rank)
         batches = [{"input_ids": tokens, "labels": tokens}] * micro_batches
         model, step = lm_trainer(args, world, config, itertools.repeat((batches, None)))
-        for _ in range(2):  # connect
+        for _ in range(2):  # the first steps connect the processes
             count(step)
         turns = {link: [] for link in (None, *options.links)}
         for link in [*turns] * options.turns:
@@ -79,9 +79,9 @@ def measure(options) -> None:
         limit(world, None)
 
         for link, steps in turns.items():
-            found = torch.stack(steps).median(dim=0).values
-            dist.all_reduce(found)
-            sent, seconds = (found / world.size).tolist()
+            medians = torch.stack(steps).median(dim=0).values
+            dist.all_reduce(medians)
+            sent, seconds = (medians / world.size).tolist()
             if world.rank == 0:
                 print(json.dumps([strategy, micro_batches, link, sent, seconds]), flush=True)
         del model, step
@@ -90,16 +90,16 @@ def measure(options) -> None:
 
 
 def predicted_bytes(*case) -> float:
-    """That leave a node in a step."""
-    will_it_fit.ROUNDS["reduce_scatter"] = 2  # gloo makes an all-reduce of it, and drops the rest
+    """The bytes that leave a node in a step, by will_it_fit.py."""
+    will_it_fit.ROUNDS["reduce_scatter"] = 2  # gloo runs an all-reduce, and drops the other shards
     options = argparse.Namespace(vocabulary=0, per_node=2, attention="cpu")
     with will_it_fit.traced("lm_multinode.py", [*flags_of(*case), "--num-processes", 4], options) as run:
         return 2 * run.cost()["between"]
 
 
 def rows(measured: list[list], model: Path) -> list[dict]:
-    """For each strategy and number of micro-batches."""
-    found = []
+    """The table: a row for each strategy and number of micro-batches."""
+    table = []
     for (strategy, micro_batches), steps in itertools.groupby(measured, lambda step: step[:2]):
         (*_, sent, full_speed), *limited = steps
         predicted = predicted_bytes(model, strategy, micro_batches)
@@ -109,33 +109,33 @@ def rows(measured: list[list], model: Path) -> list[dict]:
             sending = predicted * 8 / (link * 1e6)
             row |= {f"{link:g} Mbit/s, s": seconds, f"least, {link:g}": max(full_speed, sending)}
             row[f"most, {link:g}"] = full_speed + sending
-        found.append(row)
+        table.append(row)
 
-    for micro_batches in {row["micro-batches"] for row in found}:
-        some = [row for row in found if row["micro-batches"] == micro_batches]
-        for name in [name for name in found[0] if name.startswith("most")]:
-            least = min(some, key=operator.itemgetter(name))
+    for micro_batches in {row["micro-batches"] for row in table}:
+        candidates = [row for row in table if row["micro-batches"] == micro_batches]
+        for name in [name for name in table[0] if name.startswith("most")]:
+            least = min(candidates, key=operator.itemgetter(name))
             least[name] = f"{shared.cell(least[name])} <-"
-    return found
+    return table
 
 
 def main(folder: Path, options) -> None:
     model = made_up.write_llama(folder, layers=2)
     with two_nodes() as nodes:
         finished = nodes.torchrun(Path(__file__), *sys.argv[1:], "--model", model, timeout=3600)
-    if any(one.returncode for one in finished):
-        sys.exit("".join(one.stdout for one in finished) + finished[0].stderr[-5000:])
-    lines = "".join(one.stdout for one in finished).splitlines()
+    output = "".join(node.stdout for node in finished)
+    if any(node.returncode for node in finished):
+        sys.exit(output + finished[0].stderr[-5000:])
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, 2 nodes of 2 processes, fp32\n")
-    shared.print_table(rows([json.loads(line) for line in lines if line.startswith('["')], model))
+    shared.print_table(rows([json.loads(line) for line in output.splitlines() if line.startswith('["')], model))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", choices=LM_STRATEGIES, default=LM_STRATEGIES)
     parser.add_argument("--links", nargs="*", type=float, default=[1000, 100], help="Mbit/s in each direction")
-    parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 4], help="of a process in a step")
-    parser.add_argument("--turns", type=int, default=3, help="steps with each link, whose medians count")
+    parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 4], help="of each process in a step")
+    parser.add_argument("--turns", type=int, default=3, help="steps with each link; the table has medians")
     parser.add_argument("--model", help=argparse.SUPPRESS)  # for the processes on the nodes
     options = parser.parse_args()
     if "RANK" in os.environ:

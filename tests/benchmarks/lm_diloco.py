@@ -1,11 +1,11 @@
-"""What the recipe lm-diloco loses in perplexity for the same tokens, and gains in time on a slow network.
+"""How much perplexity the recipe lm-diloco loses for the same tokens, and how much time it gains on a slow network.
 
     python tests/benchmarks/lm_diloco.py [--steps 300] [--link 100mbit]
 
-Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), joined by a slow cable. The tiny Llama
-of lm_multinode.py, in a copy with the recipe, learns the built-in texts under NO_SHARD, _HYBRID_SHARD_ZERO2 and
-DILOCO, with the same tokens in a step and the same steps; DILOCO with the paper's outer optimizer, and with one that
-only averages. The table has the validation perplexity at the end, and how long the run took from its first step.
+Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), are joined by a slow cable. A copy of
+lm_multinode.py with the recipe trains its tiny Llama on the built-in texts, under NO_SHARD, _HYBRID_SHARD_ZERO2 and
+DILOCO. All take the same steps with the same tokens. DILOCO runs with the paper's outer optimizer, and with one that
+only averages. The table has the final validation perplexity, and how long the run took from its first step on.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from two_nodes import ip, two_nodes
 
 TWO = ("--sharding-strategy", "DILOCO", "--shards-per-replica", 2)
 FOUR = ("--sharding-strategy", "DILOCO", "--shards-per-replica", 1)
-AVERAGING = (*TWO, "--outer-lr", 1, "--outer-momentum", 0)  # all go on from the mean of their weights
+AVERAGING = (*TWO, "--outer-lr", 1, "--outer-momentum", 0)  # all replicas continue from their mean weights
 STEP_TOKENS = 2048
 RUNS = {
     "NO_SHARD": ("--sharding-strategy", "NO_SHARD"),
@@ -40,11 +40,11 @@ def rows(nodes, folder: Path, options):
     flags = ["--max-steps", options.steps, "--validate-every", 50, "--log-every", 100, "--precision", "fp32"]
     flags += ["--device", "cpu", "--no-save-model"]
     script = patched(folder / "copy", "lm-diloco") / "lm_multinode.py"
-    for number, (name, more) in enumerate(RUNS.items()):
-        output = folder / str(number)
-        finished = nodes.torchrun(script, *flags, *more, "--output-dir", output, timeout=3600)
-        if any(one.returncode for one in finished):
-            sys.exit("".join(one.stderr for one in finished))
+    for index, (name, extra_flags) in enumerate(RUNS.items()):
+        output = folder / str(index)
+        finished = nodes.torchrun(script, *flags, *extra_flags, "--output-dir", output, timeout=3600)
+        if any(node.returncode for node in finished):
+            sys.exit("".join(node.stderr for node in finished))
         first, *_, last = [row for row in read_metrics(output) if "perplexity" in row]
         yield {"run": name, "perplexity": last["perplexity"], "seconds": last["seconds"] - first["seconds"]}
 
@@ -52,7 +52,7 @@ def rows(nodes, folder: Path, options):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--link", default="100mbit", help="as tc takes it, in both directions")
+    parser.add_argument("--link", default="100mbit", help="the limit in both directions, in tc's units")
     options = parser.parse_args()
     print(f"2 nodes of 2 processes, {options.link} between them, {options.steps} steps of {STEP_TOKENS:,} tokens")
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.system()}, {date.today()}\n")

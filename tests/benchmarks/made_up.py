@@ -1,4 +1,4 @@
-"""What the benchmarks make up: excerpts of Python's reference, and models of random weights in known shapes."""
+"""Made-up data for the benchmarks: excerpts of Python's reference, and models with random weights in known shapes."""
 
 import csv
 import gzip
@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 
 import torch
 
-import shared  # noqa: F401  (it finds inside.py)
+import shared  # noqa: F401  (it makes inside.py importable)
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from inside import train_tokenizer
@@ -24,7 +24,7 @@ T5_SHAPES = {
 
 
 def made_up_texts(count: int, mean: float, sigma: float):
-    """Yield so many excerpts of Python's reference. Their numbers of words are log-normal, as those of C4 are."""
+    """Yield `count` excerpts of Python's reference. Their lengths are log-normal, as C4's are."""
     words = 2 * " ".join(topics.values()).split()
     choose = random.Random(0)
     for _ in range(count):
@@ -34,7 +34,7 @@ def made_up_texts(count: int, mean: float, sigma: float):
 
 
 def write_texts(folder: Path, texts: int) -> None:
-    """A tokenizer, and 128 files of so many texts, with 480 tokens on average, half of them below 260."""
+    """Write a tokenizer, and 128 files of `texts` texts. They have 480 tokens on average; half have fewer than 260."""
     tokenizer = train_tokenizer(topics.values(), 32_000, append_eos=False)
     tokenizer.save_pretrained(folder)
     sample = " ".join(topics.values())
@@ -47,7 +47,7 @@ def write_texts(folder: Path, texts: int) -> None:
 
 
 def write_llama(folder: Path, layers: int) -> Path:
-    """A Llama of random weights, 34 million with eight layers, and a tokenizer, as `--model` takes them."""
+    """Write a Llama with random weights (34 million with eight layers) and a tokenizer, for `--model`."""
     shape = LLAMA | {"num_hidden_layers": layers, "vocab_size": 8192}
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=1, rms_norm_eps=1e-5)
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def write_llama(folder: Path, layers: int) -> Path:
 
 
 def write_articles(folder: Path, count: int, shape: str, mean: float = 580, sigma: float = 0.7) -> None:
-    """A CSV with texts and summaries a tenth as long, a T5 of random weights, and a tokenizer."""
+    """Write a CSV of texts and summaries, which are a tenth as long; a T5 with random weights; and a tokenizer."""
     texts = made_up_texts(count, mean, sigma)
     summaries = made_up_texts(count, mean / 10, sigma)
     with open(folder / "articles.csv", "w", newline="") as file:
