@@ -155,8 +155,8 @@ NETWORKS = {
     # The notebook's, whose activations are large compared with its parameters
     "shallow": functools.partial(Network, 128),
 }
-# Steps without --epochs: few, to keep the first run short. In 4 steps `deep` does not learn yet.
-STEPS = {"layers": 10, "deep": 4, "shallow": 100}
+# Steps without --epochs: few, to keep the first run short. In 3 steps `deep` does not learn yet.
+STEPS = {"layers": 10, "deep": 3, "shallow": 100}
 
 
 def draw_digits(count: int, seed: int) -> TensorDataset:
