@@ -1,4 +1,5 @@
-"""What one process holds, of which kind, after each operation of a training step: real tensors, or fake ones."""
+"""Counts the bytes of each kind that one process holds after each operation of a training step, with real tensors or
+with fake ones."""
 
 import functools
 import json
@@ -15,8 +16,8 @@ KINDS = ("parameters", "optimizer state", "gathered parameters", "gradients", "a
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard, if it is one of a sharded tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() is slow
+    """This process's shard of a DTensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # faster than to_local()
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -24,11 +25,11 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, as they come and go.
+    """Counts the bytes of all tensors that are alive.
 
-    Of each operation `operations` has its name, `phases` the phase that was set, and `totals` the bytes after it.
-    `at`: numbers of operations; `kinds` has the bytes of each kind after these. `offloads`: shards, their gradients and
-    their moments are in the CPU's memory, and do not count.
+    For each operation, `operations` has its name, `phases` the phase in which it ran, and `totals` the bytes after it.
+    `kinds` has the bytes of each kind after the operations whose indices are in `at`. `offloads`: shards, their
+    gradients and the optimizer's state are in the CPU's memory and do not count.
     """
 
     def __init__(self, model, optimizer, at=(), offloads=False) -> None:
@@ -46,7 +47,7 @@ class Tracker(TorchDispatchMode):
         groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
         self.groups = [group for group in groups if group]
         self.sharded = [parameter for group in self.groups for parameter in group.fsdp_params]
-        # FSDP2 gathers into these storages, and frees them by making them empty.
+        # FSDP2 gathers parameters into these storages. It frees them by resizing them to 0 bytes.
         self.gathered = {}
         for parameter in self.sharded:
             for output in parameter.all_gather_outputs:
@@ -59,18 +60,18 @@ class Tracker(TorchDispatchMode):
                 self.watch(tensor)
 
     def known(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors that are known by what holds them, but for what is gathered; all others are activations."""
+        """The tensors of each kind, except gathered parameters. All tensors not listed here are activations."""
         parameters = [p.sharded_param for p in self.sharded] or list(self.model.parameters())
         whole = [p._unsharded_param for p in self.sharded if hasattr(p, "_unsharded_param")]
         moments = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         accumulated = [p.unsharded_accumulated_grad for p in self.sharded]
         of_shards = [p.grad for p in parameters if p.grad is not None]
-        of_replicas = [group._partial_reduce_output for group in self.groups]  # until all replicas share them
-        of_units = [g for g in [*(p.grad for p in whole), *accumulated, *of_replicas] if g is not None]
+        of_replicas = [group._partial_reduce_output for group in self.groups]  # before the all-reduce over replicas
+        unsharded = [g for g in [*(p.grad for p in whole), *accumulated, *of_replicas] if g is not None]
         return {
             "parameters": parameters + (of_shards if self.offloads else []),
             "optimizer state": moments,
-            "gradients": of_units if self.offloads else of_shards + of_units,
+            "gradients": unsharded if self.offloads else of_shards + unsharded,
         }
 
     def watch(self, tensor: torch.Tensor) -> None:
@@ -90,20 +91,20 @@ class Tracker(TorchDispatchMode):
         return sum(map(torch.UntypedStorage.nbytes, self.gathered.values()))
 
     def bytes_by_kind(self) -> dict[str, int]:
-        found = dict.fromkeys(KINDS, 0)
-        found["gathered parameters"] = self.gathered_bytes()
+        sizes = dict.fromkeys(KINDS, 0)
+        sizes["gathered parameters"] = self.gathered_bytes()
         seen = set(self.gathered)
         for kind, tensors in self.known().items():
             for tensor in tensors:
                 storage = storage_of(tensor)
                 if storage._cdata not in seen:
                     seen.add(storage._cdata)
-                    found[kind] += storage.nbytes()
-        total = self.alive_bytes + found["gathered parameters"]
-        found["activations and buffers"] = total - sum(found.values())
+                    sizes[kind] += storage.nbytes()
+        total = self.alive_bytes + sizes["gathered parameters"]
+        sizes["activations and buffers"] = total - sum(sizes.values())
         if self.offloads:
-            found["parameters"] = found["optimizer state"] = 0
-        return found
+            sizes["parameters"] = sizes["optimizer state"] = 0
+        return sizes
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
@@ -116,32 +117,32 @@ class Tracker(TorchDispatchMode):
         self.phases.append(self.phase)
         if self.offloads:
             self.totals.append(sum(self.bytes_by_kind().values()))
-        else:  # the same, faster
+        else:  # the same sum, computed faster
             self.totals.append(self.alive_bytes + self.gathered_bytes())
         return result
 
 
 class TrackerWithoutGloo(Tracker):
-    """Leaves out the copy of a unit's gradients that gloo reduce-scatters, and NCCL does not make.
+    """Leaves out a copy of a unit's gradients, which gloo's reduce-scatter makes and NCCL's does not.
 
-    It is made where no operation shows, and shows when it is split.
+    No operation shows when gloo makes the copy. The first operation that returns it is a split after reduce-scatter.
     """
 
-    is_gloos = False  # what the operation returns
+    is_gloo_copy = False  # whether the operation returns this copy
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         follows_reduce_scatter = self.operations[-1:] == ["c10d._reduce_scatter_base_.default"]
-        self.is_gloos = follows_reduce_scatter and function is torch.ops.aten.split.Tensor
+        self.is_gloo_copy = follows_reduce_scatter and function is torch.ops.aten.split.Tensor
         return super().__torch_dispatch__(function, types, arguments, options)
 
     def watch(self, tensor: torch.Tensor) -> None:
-        if not self.is_gloos:
+        if not self.is_gloo_copy:
             super().watch(tensor)
 
 
 def record_peak(script) -> None:
-    """Every rank writes the most bytes that its tensors take in a training step, and the model's vocabulary, to
-    `peak-RANK.json`. The median of the steps after the first: what gloo's threads still hold varies a little.
+    """Make every rank write the peak of a training step, in bytes, and the model's vocabulary to `peak-RANK.json`.
+    It is the median of the steps after the first, because gloo's threads free tensors at varying times.
     """
     train_step = script.train_step
     peaks = []
@@ -150,8 +151,8 @@ def record_peak(script) -> None:
         with TrackerWithoutGloo(model, optimizer, offloads=args.cpu_offload) as tracker:
             result = train_step(args, world, model, optimizer, batch)
         peaks.append(max(tracker.totals))
-        found = {"peak": statistics.median_low(peaks[1:] or [0]), "vocabulary": model.config.vocab_size}
-        (args.output_dir / f"peak-{world.rank}.json").write_text(json.dumps(found))
+        record = {"peak": statistics.median_low(peaks[1:] or [0]), "vocabulary": model.config.vocab_size}
+        (args.output_dir / f"peak-{world.rank}.json").write_text(json.dumps(record))
         return result
 
     script.train_step = recorded_step

@@ -1,4 +1,4 @@
-"""What the benchmarks share: launches, metrics, tables, copies with a recipe."""
+"""Helpers of the benchmarks: launches, metrics, tables, and copies with a recipe."""
 
 import json
 import shutil
@@ -11,17 +11,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
 def torchrun(processes: int) -> list:
-    """The command that starts a script in so many processes."""
+    """The command that starts a script in this number of processes on one node."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
 def read_metrics(output: Path) -> list[dict]:
-    """The records of a run."""
+    """The records that a run wrote to metrics.jsonl."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def patched(folder: Path, *names: str) -> Path:
-    """A user's copy of the scripts, with these diffs of docs/recipes."""
+    """Copy the scripts to `folder` as a user would, and apply these recipes from docs/recipes."""
     folder.mkdir(parents=True)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
@@ -34,22 +34,22 @@ def patched(folder: Path, *names: str) -> Path:
 
 
 def limit_command(rate: str | None) -> list[str]:
-    """What limits what a node of two_nodes.py sends: a token bucket, with room for a large packet of the kernel."""
+    """The command that limits how fast a node of two_nodes.py sends. `burst` must hold the kernel's largest packet."""
     if rate is None:
         return ["tc", "qdisc", "replace", "dev", "eth0", "root", "noqueue"]
     return ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "1mbit", "latency", "50ms"]
 
 
 def print_table(rows) -> None:
-    """Print dictionaries with the same keys as a table in Markdown, each as soon as it is there."""
-    for number, row in enumerate(rows):
-        if number == 0:
+    """Print dictionaries with the same keys as a Markdown table. Each row is printed as soon as it is computed."""
+    for index, row in enumerate(rows):
+        if index == 0:
             print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
         print(f"| {' | '.join(map(cell, row.values()))} |", flush=True)
 
 
 def cell(value) -> str:
-    """Four digits of a small number, thousands apart in a large one."""
+    """Four significant digits, or all digits with separators for a number of 1,000 or more."""
     if not isinstance(value, float):
         return f"{value:,}" if type(value) is int else str(value)
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

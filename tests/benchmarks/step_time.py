@@ -1,7 +1,7 @@
-"""How long a training step takes on a GPU, from a trace without one, and what is known of the GPUs.
+"""How long the kernels of a training step take on a GPU, and the data of the GPUs. Needs a trace, but no GPU.
 
-A kernel takes as long as its arithmetic or its memory traffic, whichever is longer. A step takes the sum of its
-kernels. The host must start all of them in that time, or it becomes the limit. Communication is not counted here.
+A kernel takes as long as its arithmetic or its memory traffic, whichever takes longer. Computing a step takes the sum
+over its kernels. If the host cannot start them in that time, the host is the limit. Communication is not counted here.
 """
 
 from typing import NamedTuple
@@ -15,14 +15,14 @@ from memory_tracker import local
 
 
 class Gpu(NamedTuple):
-    """From its data sheet; but its memory is what PyTorch finds there, which is less than its name says."""
+    """A GPU, as its data sheet describes it. Only the memory is what PyTorch reports, which is less."""
 
     name: str
     memory_gib: float
     bf16_tflops: float  # of dense matrix products
-    fp32_tflops: float  # the same as PyTorch computes them in fp32 after `set_float32_matmul_precision("high")`
+    fp32_tflops: float  # of fp32 products after `set_float32_matmul_precision("high")`, which is TF32 if the GPU has it
     memory_gbytes: float  # GB/s
-    link_gbytes: float  # GB/s that it sends to the GPUs of its node: NVLink, xGMI or PCIe, one direction
+    link_gbytes: float  # GB/s in one direction to the GPUs of its node, over NVLink, xGMI or PCIe
 
 
 GPUS = {
@@ -35,33 +35,55 @@ GPUS = {
     "H100": Gpu("NVIDIA H100", 79.1, 989, 495, 3350, 450),
     "H200": Gpu("NVIDIA H200", 139.8, 989, 495, 4800, 450),
     "B200": Gpu("NVIDIA B200", 178.3, 2250, 1100, 8000, 900),
-    "MI300X": Gpu("AMD MI300X", 191.7, 1307, 163, 5300, 448),  # PyTorch uses no TF32 there by default
+    "MI300X": Gpu("AMD MI300X", 191.7, 1307, 163, 5300, 448),  # PyTorch uses no TF32 on it by default
 }
 
-# What kernels reach of a data sheet's figures. Fitted to two rows of one H100, see docs/results.md.
+# The shares of the data sheet's peaks that kernels reach, fitted to two runs on one H100: see docs/results.md.
 PRODUCTS_SHARE = 0.62
 MEMORY_SHARE = 0.65
-# Of fused attention, not fitted: FlashAttention-2 reaches 35% of an H100's peak (arXiv:2407.08608).
+# The share for fused attention is not fitted: FlashAttention-2 reaches 35% of an H100's peak (arXiv:2407.08608).
 ATTENTION_SHARE = 0.35
-# In fp32 the fused kernel makes three products in TF32 of each.
+# In fp32 the fused kernel computes each product as three products in TF32.
 FP32_ATTENTION_SHARE = ATTENTION_SHARE / 3
 
-# In which a host starts a kernel. The host of that H100 needed more than twice as long.
+# The host needs this time to start one kernel. The host of that H100 needed more than twice as long.
 HOST_SECONDS = 20e-6
 
-# These operators start no kernel, nor do those that make views.
+# These operators start no kernel. Operators that return views start none either.
 NO_KERNEL = set(
     "empty empty_like empty_strided new_empty new_empty_strided _reshape_alias _unsafe_view resize_ set_ lift_fresh"
     " record_stream device detach detach_ alias is_same_size".split()
 )
-# These do not read what they write.
+# These operators write a tensor without reading it.
 ONLY_WRITE = {"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"}
 
 
-# ---- Experts: what F.grouped_mm is for fake tensors ------------------------------------------------------------------
+# ---- Operations that a trace on a CPU must replace -------------------------------------------------------------------
 
-# transformers computes experts by it: each row of `tokens` is multiplied with one of them, as `offs` says. PyTorch's
-# own takes no fake tensors in fp32, and has no formula for its FLOPs.
+
+def gpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Attention with PyTorch's kernels for a GPU: flash attention, or the memory-efficient kernel for fp32 and masks.
+    If heads share keys and values, the latter cannot be used, and PyTorch computes plain matrix products."""
+    aten = torch.ops.aten
+    if attn_mask is None and query.dtype != torch.float32:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        math = aten._scaled_dot_product_attention_math
+        return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def gpu_dropout(values, p=0.5, training=True, inplace=False):
+    """Dropout as a GPU computes it: one kernel, and a mask of one byte per value. A CPU keeps the mask in the dtype of
+    the values."""
+    if not training or p == 0:
+        return values
+    return torch.native_dropout(values, p, True)[0]
+
+
+# transformers computes experts with F.grouped_mm: `offs` says which rows of `tokens` belong to which expert. PyTorch's
+# own operator accepts no fake tensors in fp32 and has no formula for its FLOPs, so this one replaces it.
 
 
 def product(tokens: torch.Tensor, experts: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -103,7 +125,7 @@ def gradients_flops(*shapes, **_) -> int:
 
 
 def traffic(tensors) -> int:
-    """Bytes of tensors in memory. What is only expanded counts once."""
+    """The bytes that tensors take in memory. An expanded dimension counts once."""
     num_bytes = 0
     for tensor in map(local, tensors):
         count = 1
@@ -119,7 +141,7 @@ def tensors_in(values) -> list[torch.Tensor]:
 
 
 class Kernels(TorchDispatchMode):
-    """Counts the kernels that operators start, and adds up their arithmetic and the seconds that a GPU takes."""
+    """Counts the kernels that operators start, and adds up their FLOPs and the seconds that they take on a GPU."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
@@ -139,7 +161,7 @@ class Kernels(TorchDispatchMode):
 
     @property
     def model_flops(self) -> int:
-        """What MFU counts: backward as twice forward, and nothing for recomputing."""
+        """The FLOPs that MFU counts: backward is twice forward, and recomputed layers count once."""
         return 3 * self.forward_flops
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
@@ -168,12 +190,12 @@ class Kernels(TorchDispatchMode):
             self.memory_seconds += memory_seconds
             return
         flops = flop_registry[function.overloadpacket](*arguments, **options, out_val=result)
-        if torch._C._current_graph_task_id() == -1:  # not in backward, which also recomputes
+        if torch._C._current_graph_task_id() == -1:  # outside backward, which also recomputes
             self.forward_flops += flops
         self.product_seconds += max(flops / self.rate(name, read[0].dtype), memory_seconds)
 
     def rate(self, name: str, dtype: torch.dtype) -> float:
-        """FLOP/s that a matrix product or a fused attention reaches."""
+        """The FLOP/s that a matrix product or a fused attention reaches."""
         is_attention = "attention" in name
         if dtype == torch.float32:
             return (FP32_ATTENTION_SHARE if is_attention else PRODUCTS_SHARE) * self.gpu.fp32_tflops * 1e12
