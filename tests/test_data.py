@@ -111,7 +111,7 @@ def test_a_chain_of_resumes_reads_what_one_run_reads(kind, tmp_path, tokenizer, 
 
     make_stream = inside.lm_stream(args, tokenizer, index=5, num_streams=8)
     choose = random.Random(0)
-    lengths = [choose.choice((1, 1, 2, 3, 7, 60)) for _ in range(30)]
+    lengths = [choose.choice((1, 1, 2, 3, 7, 80)) for _ in range(30)]
     expected = [*itertools.islice(make_stream(), sum(lengths))]
     num_tokens = sum(len(tokens) + 1 for tokens in tokenizer(texts)["input_ids"])
     assert len(expected) * args.seq_length > 2 * num_tokens / 8  # more than two passes

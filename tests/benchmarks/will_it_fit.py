@@ -142,7 +142,7 @@ class Run:
         self.size = self.args.num_processes or 2
         on_node = min(self.size, options.per_node)
         self.world = self.script.common.World(0, 0, self.size, on_node, torch.device("cpu"))
-        self.script.common.divide_batch(self.args, self.world, default=16 if self.is_lm else 32)  # as its main
+        self.script.common.divide_batch(self.args, self.world, default=16 if self.is_lm else 32)  # as main does
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.size)
         # A mesh reads its ranks, so its tensors must not be fake.
@@ -227,7 +227,7 @@ class Run:
         tracker = self.step({peak}, (sending, kernels))
         at = f"{tracker.phases[peak]} ({tracker.operations[peak].removesuffix('.default')})"
         cost = {"peak": totals[peak], "kinds": tracker.kinds[peak], "at": at, "kernels": kernels}
-        by_node = sending.between * self.world.local_size  # whose processes share its link to other nodes
+        by_node = sending.between * self.world.local_size  # the processes of a node share its network link
         return cost | {"inside": sending.inside, "between": sending.between, "by node": by_node} | self.batch
 
     def set_batch(self, size: int) -> None:
