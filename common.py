@@ -132,7 +132,9 @@ def run(main, args):
                 return
         world = setup(device_type)
         if args.num_processes not in (0, world.local_size):
-            raise UserError(f"torchrun has started {world.local_size}: omit --num-processes")
+            raise UserError(
+                f"torchrun has started {world.local_size} per node: omit --num-processes"
+            )
         main(args, world)
     except (UserError, OSError) as error:  # OSError: files, disk, Hub
         fail(" ".join(str(error).split()), code=2)
@@ -739,7 +741,10 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         kind = rows.features.get(column)
         kind = getattr(kind, "feature", kind)  # a list may hold the sentences
         if kind not in (datasets.Value("string"), datasets.Value("large_string")):
-            raise UserError(f"--dataset {name} has no texts in column {column}: {rows.features}")
+            raise UserError(
+                f"--dataset {name} has no texts in column {column}; choose --text-column and"
+                f" --summary-column from {rows.features}"
+            )
     if set(rows.column_names) == {"title", "text", "headline"}:  # the columns of WikiHow
         columns.append("title")
     articles = rows.map(clean, input_columns=columns, remove_columns=rows.column_names)

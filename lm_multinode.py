@@ -73,20 +73,6 @@ import common
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
 
-# PyTorch's attention (SDPA) under our own name, so that transformers builds no mask. Packed
-# sequences have no padding. Without a mask SDPA is causal, which is all they need. Under its usual
-# name, transformers would read the positions on the host to decide whether it needs a mask.
-ATTENTION = "causal_sdpa"
-
-
-def causal_sdpa(module, query, key, value, attention_mask, **options):
-    if attention_mask is not None:  # one of the model's own, which may not be causal
-        raise common.UserError("--model builds its own attention mask, which does not work here")
-    return sdpa_attention_forward(module, query, key, value, None, **options)
-
-
-AttentionInterface.register(ATTENTION, causal_sdpa)
-
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
 
 # FSDP gathers and frees parameters in groups, called units. Each decoder layer is a unit. The
@@ -132,8 +118,8 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
     for module in embedding_and_head(model):
-        # Keep these gathered after forward: backward starts with the output layer, and the backward
-        # of the embedding does not use its weights.
+        # Keep these gathered after forward. Backward starts with the output layer, and would gather
+        # the embedding again for nothing: its backward does not use the weights.
         fully_shard(module, reshard_after_forward=False, **options)
     fully_shard(model, **options)  # the root unit: all other parameters
 
@@ -234,7 +220,7 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
             # replicas, sum these shards only after the last one.
             model.set_requires_all_reduce(is_last)
         else:
-            # Until they are reduced, every rank holds gradients of the whole model.
+            # Gradients that are not reduced are those of the whole model, on every rank.
             model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
         # Under ZeRO-2, parameters stay gathered until the last micro-batch.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
@@ -273,9 +259,24 @@ cross_entropy = CrossEntropy()
 
 # ---- Model and data ----------------------------------------------------------------------------
 
-# Llamas that --model trains from random weights: width, feed-forward width, layers, heads and
-# key-value heads. Add a row for your own size. The vocabulary is the tokenizer's.
+# PyTorch's attention (SDPA) under our own name, so that transformers builds no mask. Packed
+# sequences have no padding. Without a mask SDPA is causal, which is all they need. Under its usual
+# name, transformers would read the positions on the host to decide whether it needs a mask.
+ATTENTION = "causal_sdpa"
+
+
+def causal_sdpa(module, query, key, value, attention_mask, **options):
+    if attention_mask is not None:  # one of the model's own, which may not be causal
+        raise common.UserError("--model builds its own attention mask, which does not work here")
+    return sdpa_attention_forward(module, query, key, value, None, **options)
+
+
+AttentionInterface.register(ATTENTION, causal_sdpa)
+
+# Llamas that --model trains from random weights. Add a row for your own size, and set its --lr.
+# The vocabulary is the tokenizer's.
 MODELS = {
+    # width (a multiple of heads), feed-forward width, layers, heads, key-value heads
     "tiny": (128, 352, 2, 4, 4),
     "150m": (1024, 2688, 12, 16, 16),  # PrimeIntellect/llama-150m-fresh
     "1b": (2048, 5632, 22, 32, 4),  # TinyLlama
@@ -404,6 +405,8 @@ class Texts:
         name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
         ending = re.search(r"\.(json|parquet|txt)l?(\.gz|\.bz2|\.xz|\.zst)?$", name, re.I)
         try:
+            if os.path.isfile(name) and not ending:
+                raise ValueError("it is not a .txt, .json, .jsonl or .parquet file")
             if ending:
                 kind = ending[1].lower().replace("txt", "text")
                 self.builder = datasets.load_dataset_builder(kind, data_files=name)
@@ -417,20 +420,21 @@ class Texts:
 
         if self.column not in first_row:
             raise common.UserError(
-                f"--dataset {name} has no column {self.column}, but {', '.join(first_row)}"
+                f"--dataset {name} has no column {self.column}; --text-column can be"
+                f" {', '.join(first_row)}"
             )
         self.builder.config.columns = [self.column]  # what to read of .parquet files
         self.sizes = [os.path.getsize(path) if os.path.exists(path) else 1 for path in self.paths]
 
     def open(self, paths: list[str], is_wanted=bool) -> datasets.IterableDataset:
-        """Stream the texts of some files: those that are wanted and not empty. Raises UserError if
-        the column holds anything but text."""
+        """Stream the texts of some files that are not empty and wanted: by default all. Raises
+        UserError if the column holds anything but text."""
 
         def are_wanted(table: pa.Table) -> list[bool]:
             [column] = table.columns
             # If a column has several types, datasets has converted its values to JSON.
             if column.type not in (pa.string(), pa.large_string(), pa.null()):
-                raise common.UserError(f"--text-column: {self.column} holds {column.type}")
+                raise common.UserError(f"--text-column {self.column} holds {column.type}, not text")
             texts = column.to_pylist()
             return [bool(text) and not text.isspace() and is_wanted(text) for text in texts]
 
@@ -495,8 +499,7 @@ def tokenize(texts: list[str], tokenizer) -> list[list[int]]:
 def pack(token_lists: list[list[int]], length: int) -> dict:
     """Concatenate texts and cut them into full sequences. Nothing is padded."""
     tokens = np.concatenate(token_lists).astype(int)
-    # Labels are shifted here, across sequences. Models shift the labels they are given, so this one
-    # gets none.
+    # Shift the labels here, across sequences. The model gets no labels: it would shift them again.
     end = (len(tokens) - 1) // length * length
     return {
         "input_ids": tokens[:end].reshape(-1, length),
@@ -520,6 +523,7 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
     random.Random(index).shuffle(paths)  # so that a step mixes different files
 
     def is_mine(text: str) -> bool:
+        # is_held_out uses the remainder of 20.
         is_my_part = zlib.crc32(text.encode()) // 20 % streams_per_group == index_in_group
         return is_my_part and not is_held_out(text)
 
@@ -623,7 +627,7 @@ def gather_positions(world, positions: list[dict]) -> list[dict]:
 def validate(args, world, model, sequences: dict, log, step: int):
     """Collective. Print the mean loss over all held-out sequences."""
     # Every rank must take part in every forward. And if all batches have the same size, --compile
-    # makes only one graph. So fill up with the first sequences, which do not count again.
+    # makes only one graph. So repeat the first sequences at the end. Labels of -100 exclude these.
     count = len(sequences["labels"])
     num_at_once = args.micro_batch_size * world.size
     padded = math.ceil(count / num_at_once) * num_at_once
@@ -704,8 +708,8 @@ def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume requires these flags to be the same. They choose the data of a step, but for
-# weight_decay, which the optimizer's state contains.
+# --resume requires these flags to be the same. They choose the data of a step. weight_decay is one
+# of them because a checkpoint restores it with the optimizer.
 MUST_MATCH = (
     "model dataset text_column tokenizer seq_length global_batch_size seed weight_decay"
 ).split()
@@ -717,7 +721,7 @@ def learning_rate(args, step: int) -> float:
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
     done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
-    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    return args.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
 
 def parse_args():
@@ -780,7 +784,7 @@ def parse_args():
         "--gradient-sync",
         default="last",
         choices=("last", "every"),
-        help="after which micro-batch to reduce gradients; every: less memory, more traffic",
+        help="when to reduce gradients (not for hybrids); every: less memory, more traffic",
     )
 
     group = parser.add_argument_group("processes and output")
@@ -828,7 +832,9 @@ def main(args, world):
     log.print(f"dataset  {args.dataset}: {names}; files: {len(texts.paths):,}")
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
     num_sequences = len(validation_set["labels"])
-    log.print(f"data     {step_tokens:,} tokens in a step, {num_sequences} sequences to validate")
+    log.print(
+        f"data     {step_tokens:,} tokens in a step, {num_sequences} sequences to validate on"
+    )
 
     # Model
     config = common.first_on_node(world, lambda: load_config(args, tokenizer))
@@ -856,6 +862,8 @@ def main(args, world):
         progress = common.load_checkpoint(checkpoint, model, optimizer)
         step = progress["step"]
         positions = progress["positions"]
+        if step > args.max_steps:
+            raise common.UserError(f"{checkpoint} is beyond --max-steps {args.max_steps}")
         log.print(f"resumed  from step {step} of {args.max_steps}")
     elif args.validate_every > 0:
         validate(args, world, model, validation_set, log, step)
@@ -886,7 +894,7 @@ def main(args, world):
             num_tokens = step_tokens * (step - last_logged)
             loss = common.sum_over_ranks(loss_sum) / num_tokens  # waits for the device
             speed = num_tokens / (time.perf_counter() - start)
-            record = {
+            record = {  # printed as common.FORMATS says
                 "step": step,
                 "loss": loss,
                 "grad_norm": grad_norm.item(),

@@ -189,8 +189,8 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         # have training and validation.
         torch._dynamo.config.recompile_limit = 32
         for layer in layers:
-            # In place: FSDP's hooks stay outside the graphs. With dynamic=True, constants such as
-            # the number of position buckets would become symbols, and Inductor would fail.
+            # In place: FSDP's hooks stay outside the graphs. Do not pass dynamic=True: it makes
+            # symbols of constants such as the number of position buckets, and Inductor fails.
             layer.compile()
         cross_entropy.compile()  # then it makes no fp32 copy of the logits
 
@@ -325,7 +325,7 @@ WORDS = rf"(?V1)[[\p{{L}}\p{{M}}\p{{N}}]--[{NO_SPACES}]]+|[{NO_SPACES}]"
 
 
 class RougeTokenizer(PorterStemmer):
-    """Replaces the tokenizer of rouge_score, which drops all letters but a to z. It stems alike."""
+    """Replaces the tokenizer of rouge_score, which keeps only a to z. It stems alike."""
 
     def tokenize(self, text):
         words = regex.findall(WORDS, text.lower())
@@ -408,10 +408,10 @@ def load_data(args, checkpoint) -> tuple:
         for articles in (train_set, validation_set)
     )
     targets = train_set["labels"][:]
-    num_tokens = sum(len(ids) - 1 for ids in targets)  # without EOS, which GPT-2 also calls unknown
+    num_tokens = sum(len(ids) - 1 for ids in targets)  # without EOS, which can also mean unknown
     unknown = sum(ids[:-1].count(tokenizer.unk_token_id) for ids in targets) / max(1, num_tokens)
     num_cut = sum(len(ids) >= args.max_target_length for ids in targets)
-    # A word in an unknown script becomes one unknown token. The space before it is a known one.
+    # In an unknown script, each word is one unknown token, and the space before it is a known one.
     if unknown > 0.2:
         raise common.UserError(
             f"{unknown:.0%} of the tokens in the summaries are unknown to the tokenizer of --model"
@@ -460,8 +460,8 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
 def validate(args, world, model, articles, collate, log, step: int) -> float:
     """Collective. Print and return the loss over all articles. Also print ROUGE of the first
     NUM_SCORED, and an example."""
-    # Every rank must take part in every forward. So fill up with the first articles, which do not
-    # count again.
+    # Every rank must take part in every forward. So repeat the first articles at the end. Labels of
+    # -100 exclude these.
     padded = math.ceil(len(articles) / world.size) * world.size
     parts = torch.arange(world.rank, padded, world.size).split(args.test_batch_size)
     indices = [(part % len(articles)).tolist() for part in parts]
@@ -477,7 +477,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
         batch["labels"][part >= len(articles)] = -100
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
-        # Compare rank 0's first index on every rank, so that either all generate or none does.
+        # All generate, or none: every rank compares rank 0's first index.
         if part[0] - world.rank >= num_scored:
             continue
 
@@ -494,9 +494,9 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
 
     loss, num_targets = common.sum_over_ranks(totals)
     val_loss = loss / num_targets
-    rouge1, rouge2, rougeL = common.sum_over_ranks(rouge / num_scored)
+    means = common.sum_over_ranks(rouge / num_scored)
     record = {"step": step, "val_loss": val_loss}
-    log.metrics(record | {"rouge1": rouge1, "rouge2": rouge2, "rougeL": rougeL})
+    log.metrics(record | dict(zip(ROUGE, means, strict=True)))
     for name, text in {"article": articles[0]["text"], **example}.items():
         text = text or "(nothing yet)"
         log.print(textwrap.fill(f"{name:10} {text}", 79, subsequent_indent=" " * 11, max_lines=5))
@@ -513,7 +513,8 @@ MUST_MATCH = (
 
 
 def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
-    """Return --lr, multiplied by --gamma after each epoch. `epoch` counts from 0, `step` from 1."""
+    """Return --lr, multiplied by --gamma after each epoch. `epoch` counts from 0. For schedules by
+    steps: `step` counts from 1 to `num_steps`."""
     return args.lr * args.gamma**epoch
 
 
@@ -615,7 +616,7 @@ def main(args, world):
     if steps_per_epoch == 0:
         raise common.UserError(f"{len(train_set)} articles do not fill --global-batch-size")
     log.print(
-        f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate;"
+        f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate on;"
         f" {steps_per_epoch:,} steps of {args.global_batch_size} an epoch"
     )
 
@@ -670,7 +671,7 @@ def main(args, world):
             save_now = stop_now or epoch_ends or step % args.checkpoint_every == 0
         if save_now or epoch_ends or step % args.log_every == 0:
             loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
-            record = {
+            record = {  # printed as common.FORMATS says
                 "step": step,
                 "epoch": epoch + 1,
                 "loss": loss_sum / num_targets,

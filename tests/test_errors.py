@@ -49,6 +49,7 @@ USUAL = [
     ("lm_multinode.py --dataset absent*.jsonl", 1, "absent*.jsonl"),
     ("lm_multinode.py --dataset columns.jsonl", 2, "columns.jsonl", "text", "body"),
     ("lm_multinode.py --dataset one.txt", 1, "--dataset one.txt", "too few texts: 1", "empty lines"),
+    ("lm_multinode.py --dataset columns.csv", 1, "--dataset columns.csv", ".jsonl"),
     ("lm_multinode.py --dataset mixed.jsonl", 2, "text", "extension<arrow.json>"),
     ("lm_multinode.py --model headless", 2, "headless has no weights for lm_head.weight"),
     ("lm_multinode.py --tokenizer endless", 1, "EOS"),

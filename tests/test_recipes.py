@@ -444,6 +444,8 @@ def test_the_pages_code_generates_from_an_export_and_a_checkpoint_and_plots(tmp_
     run_many("lm_multinode.py", {tmp_path: (*LM, "--resume", "--max-steps", STEPS)}, 1)
     from_checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     torch.testing.assert_close(dict(from_checkpoint), dict(exported), rtol=0, atol=0)
+    earlier = run_many("lm_multinode.py", {tmp_path: (*LM, "--resume", "--max-steps", STEPS - 1)}, 1, check=False)
+    assert earlier.returncode == 2 and "beyond --max-steps" in earlier.stderr  # the model of a later step stays
 
     paths = {"output/lm_multinode/metrics.jsonl": tmp_path / "metrics.jsonl", "loss.png": tmp_path / "loss.png"}
     plt.close("all")

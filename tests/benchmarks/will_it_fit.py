@@ -101,8 +101,7 @@ class Sending(TorchDispatchMode):
     def __init__(self, per_node: int) -> None:
         super().__init__()
         self.per_node = per_node
-        self.inside = 0.0
-        self.between = 0.0
+        self.inside = self.between = 0.0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
@@ -413,7 +412,8 @@ def print_sweep(name: str, costs: dict[str, dict], gpu: Gpu, networks: list) -> 
         if len(batches) > 1:
             row["processes x samples"] = cost["batch"]
         elif len(networks) == 1:  # with more columns, lines would be too long
-            row |= {"sent inside, GiB": short(cost["inside"] / GIB), "between, GiB": short(cost["between"] / GIB)}
+            row["sent inside, GiB"] = short(cost["inside"] / GIB)
+            row |= {"between, GiB": short(cost["between"] / GIB)} if networks[0] else {}
         for gbits in networks:
             mark = " <-" if len(costs) > 1 and find_fastest(costs, gpu, gbits) == value else "   "
             column = f"s at {gbits:g} Gbit/s" if gbits else "a step takes, s"
