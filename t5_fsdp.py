@@ -2,7 +2,7 @@ r"""How do I fine-tune a real transformer with every FSDP feature that matters?
 
 Fine-tunes T5 to summarize articles, sharded with FSDP2 (`fully_shard`) or FSDP1
 (`FullyShardedDataParallel`). Without flags it needs no download: a small T5 learns built-in
-articles in two to three minutes on two cores.
+articles in about two minutes on two cores.
 
     python t5_fsdp.py                       # one process per GPU, or two on a CPU
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --lr 3e-4 --compile \
