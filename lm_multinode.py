@@ -89,10 +89,10 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # docs/multi-node.md lists what each of them sends.
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for each forward and each backward
-    "HYBRID_SHARD": True,  # ZeRO-3 inside each replica, usually a node; replicas sum gradients
+    "HYBRID_SHARD": True,  # ZeRO-3 inside each replica, usually a node; replicas average gradients
     "SHARD_GRAD_OP": False,  # ZeRO-2: parameters are gathered once per step
-    "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 inside each replica; replicas sum gradients
-    "NO_SHARD": False,  # DDP: every process has the whole model; all sum gradients
+    "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 inside each replica; replicas average gradients
+    "NO_SHARD": False,  # DDP: every process has the whole model; all average gradients
 }
 HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -217,7 +217,7 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
 
         if args.sharding_strategy in HYBRIDS and replicas > 1:
             # Inside a replica, reduce gradients to shards after every micro-batch. Between
-            # replicas, sum these shards only after the last one.
+            # replicas, average these shards only after the last one.
             model.set_requires_all_reduce(is_last)
         else:
             # Gradients that are not reduced are those of the whole model, on every rank.
