@@ -191,7 +191,7 @@ def find_device_type(name: str) -> str:
         found = "cpu"
     if name not in ("auto", "cpu", found):
         raise UserError(
-            f"--device {name}: torch {torch.__version__} finds none; install a build with it,"
+            f"--device {name}: torch {torch.__version__} finds none; install a build for it,"
             " or use --device cpu"
         )
     return found if name == "auto" else name

@@ -404,9 +404,9 @@ class Texts:
 
         name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
         ending = re.search(r"\.(json|parquet|txt)l?(\.gz|\.bz2|\.xz|\.zst)?$", name, re.I)
+        if os.path.isfile(name) and not ending:
+            raise common.UserError(f"--dataset {name} is no .txt, .json, .jsonl or .parquet file")
         try:
-            if os.path.isfile(name) and not ending:
-                raise ValueError("it is not a .txt, .json, .jsonl or .parquet file")
             if ending:
                 kind = ending[1].lower().replace("txt", "text")
                 self.builder = datasets.load_dataset_builder(kind, data_files=name)
