@@ -41,6 +41,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 from torch.distributed.tensor import DTensor
 
+import numpy as np
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 # ---- Flags -------------------------------------------------------------------------------------
@@ -138,8 +140,11 @@ def run(main, args):
         main(args, world)
     except (UserError, OSError) as error:  # OSError: files, disk, Hub
         fail(" ".join(str(error).split()), code=2)
-    except dcp.api.CheckpointException as error:  # its last line is the cause
-        fail(f"cannot save or read a checkpoint: {str(error).splitlines()[-1]}", code=2)
+    except dcp.api.CheckpointException as error:
+        cause = str(error).splitlines()[-1]
+        if shutil.disk_usage(args.output_dir).free < 2**20:  # PyTorch does not say so
+            cause = "the disk is full"
+        fail(f"cannot save or read a checkpoint: {cause}", code=2)
     except KeyboardInterrupt:
         os._exit(130)
     except Exception:
@@ -164,8 +169,9 @@ def fail(message: str, code: int):
 
 def start_processes(count: int):
     """Run this script in `count` processes with torchrun. Exits if one of them fails."""
-    # Without --local-addr, torchrun looks up the host name, which may not resolve.
-    options = f"--standalone --local-addr localhost --nproc_per_node {count}"
+    # Without --nnodes, torchrun would read PET_NNODES. Without --local-addr, it would look up the
+    # host name, which may not resolve.
+    options = f"--standalone --local-addr localhost --nnodes 1 --nproc_per_node {count}"
     if signal.SIGHUP not in STOPS:  # under nohup: by default torchrun would still stop
         options += " --signals-to-handle SIGTERM,SIGINT,SIGQUIT"
     command = [*options.split(), *sys.argv]
@@ -199,11 +205,12 @@ def find_device_type(name: str) -> str:
 
 def setup(device_type: str) -> World:
     """Collective. Read torchrun's environment, choose the device and start the process group."""
-    environment = os.environ if "RANK" in os.environ else {}
-    rank = int(environment.get("RANK", 0))
-    local_rank = int(environment.get("LOCAL_RANK", 0))
-    size = int(environment.get("WORLD_SIZE", 1))
-    local_size = int(environment.get("LOCAL_WORLD_SIZE", 1))
+    rank, local_rank, size, local_size = 0, 0, 1, 1
+    store = dist.HashStore()  # one process needs no address
+    if "RANK" in os.environ:  # started by torchrun
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        rank, local_rank, size, local_size = (int(os.environ[name]) for name in names)
+        store = None  # torchrun's
 
     if size % local_size == 0 and rank % local_size != local_rank:
         raise UserError("each node must have consecutive ranks: with srun, use -m block")
@@ -225,7 +232,6 @@ def setup(device_type: str) -> World:
         # TF32 on NVIDIA GPUs since Ampere: faster fp32 products, with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high")
 
-    store = None if environment else dist.HashStore()  # one process needs no address
     dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
     return World(rank, local_rank, size, local_size, device)
 
@@ -298,11 +304,18 @@ def note_stops():
         signal.signal(signum, note)
 
 
-def stop_on_any_rank() -> bool:
-    """Collective. Whether any rank has noted a stop. Does not make the host wait for the device."""
-    count = torch.tensor(len(stops_received))
-    dist.all_reduce(count)
-    return count.item() > 0
+def ask_for_stops():
+    """Collective. Begin to ask all ranks whether they have noted a stop. Returns a function that
+    waits for the answer. Compute a step in between: with many ranks an answer takes milliseconds.
+    """
+    count = torch.tensor(len(stops_received))  # on the CPU: no device has to wait
+    work = dist.all_reduce(count, async_op=True)
+
+    def any_rank_stops() -> bool:
+        work.wait()
+        return count.item() > 0
+
+    return any_rank_stops
 
 
 def protect_worker(_worker: int):
@@ -315,16 +328,28 @@ def protect_worker(_worker: int):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-# Options for DataLoaders with workers
-WORKERS = {
+# Options for DataLoaders with workers. Let workers send NumPy arrays, which go through a pipe.
+# Tensors would go through /dev/shm, which is small in Docker, and through a socket in TMPDIR, whose
+# path may be too long.
+WORKER_OPTIONS = {
     # Python 3.14 would start workers from a fork server. Linux would then count that as their
     # parent, instead of the training process.
     "multiprocessing_context": "fork" if sys.platform == "linux" else None,
     "worker_init_fn": protect_worker,
-    # In seconds. A batch that does not fit into /dev/shm never arrives (in Docker, raise
-    # --shm-size). This is shorter than TIMEOUT, so that the error names the loader.
-    "timeout": 1500,
+    # Steps to prepare ahead. The LM's streams fill up at about the same step.
+    "prefetch_factor": 8,
 }
+
+
+def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy a batch to the device. The host does not wait for the copies."""
+    tensors = {}
+    for name, array in arrays.items():
+        tensor = torch.from_numpy(array)
+        if device.type != "cpu":
+            tensor = tensor.pin_memory()  # otherwise the host would wait
+        tensors[name] = tensor.to(device, non_blocking=True)
+    return tensors
 
 
 # ---- Metrics -----------------------------------------------------------------------------------
@@ -381,8 +406,8 @@ def peak_gib(device: torch.device) -> float:
         return torch.accelerator.max_memory_allocated(device) / 2**30
     if sys.platform != "linux":
         return math.nan
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 2**20
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) / 2**20 if found else math.nan  # gVisor does not report it
 
 
 # How `Log.metrics` prints values. Everything else gets four decimals.
@@ -442,12 +467,16 @@ class Log:
 # ---- Checkpoints -------------------------------------------------------------------------------
 
 
-STEP_FOLDERS = "checkpoints/step-" + 7 * "[0-9]"  # other names there are the user's
+def step_folders(output_dir: Path) -> list[Path]:
+    """The folders of checkpoints, oldest first. Other names are the user's."""
+    folders = output_dir.glob("checkpoints/step-*")
+    folders = [folder for folder in folders if re.fullmatch(r"step-\d+", folder.name)]
+    return sorted(folders, key=lambda folder: int(folder.name.removeprefix("step-")))
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first. torch.distributed.checkpoint writes `.metadata` last."""
-    return sorted(path.parent for path in folder.glob(f"{STEP_FOLDERS}/.metadata"))
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Finished checkpoints, oldest first. `progress.json` is written last."""
+    return [folder for folder in step_folders(output_dir) if (folder / "progress.json").exists()]
 
 
 def read_progress(checkpoint: Path) -> dict:
@@ -483,15 +512,21 @@ def find_checkpoint(args, must_match: list[str], model_folder: Path) -> Path | N
     return newest
 
 
-def check_data(checksum: int, checkpoint: Path | None):
-    """Collective. Raises UserError if nodes have different data, or if the data has changed since
-    the checkpoint was saved."""
+def check_data(content: int, config, checkpoint: Path | None) -> int:
+    """Collective. Return a checksum of the data, whose content has a hash, and the model's config.
+    Raises UserError if it is not the same on all nodes, or as when the checkpoint was saved."""
+    settings = config.to_diff_dict() | {"transformers_version": None}
+    checksum = zlib.crc32(json.dumps([content, settings], sort_keys=True).encode())
     checksums = [None] * dist.get_world_size()
     dist.all_gather_object(checksums, checksum)
     if len(set(checksums)) > 1:
-        raise UserError("--dataset is not the same on all nodes")
+        raise UserError("--dataset, or the config of --model, is not the same on all nodes")
     if checkpoint and read_progress(checkpoint)["checksum"] != checksum:
-        raise UserError(f"--dataset has changed since {checkpoint}; choose another --output-dir")
+        raise UserError(
+            f"--dataset, or the config of --model, has changed since {checkpoint}; choose another"
+            " --output-dir"
+        )
+    return checksum
 
 
 def save_checkpoint(progress: dict, args, model, optimizer, tokenizer):
@@ -502,17 +537,18 @@ def save_checkpoint(progress: dict, args, model, optimizer, tokenizer):
     """
     path = args.output_dir / "checkpoints" / f"step-{progress['step']:07d}"
     path.mkdir(parents=True, exist_ok=True)  # on every rank, because dcp.save checks it
-    if dist.get_rank() == 0:
-        progress = progress | {"settings": vars(args)}
-        (path / "progress.json").write_text(json.dumps(progress, default=str))
-        tokenizer.save_pretrained(path)  # so that a resumed run does not train another one
-
     weights, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path)
 
     if dist.get_rank() == 0:
+        tokenizer.save_pretrained(path)  # a resumed run uses this one
+        progress = progress | {"settings": vars(args)}
+        unfinished = path / "progress.partial"
+        unfinished.write_text(json.dumps(progress, default=str))
+        unfinished.replace(path / "progress.json")  # now the checkpoint is finished
+
         keep = checkpoints(args.output_dir)[-2:]
-        for other in set(args.output_dir.glob(STEP_FOLDERS)) - set(keep):
+        for other in set(step_folders(args.output_dir)) - set(keep):
             shutil.rmtree(other, ignore_errors=True)  # also half-written ones
 
 
@@ -520,7 +556,13 @@ def load_checkpoint(path: Path, model, optimizer) -> dict:
     """Collective. Load a checkpoint, on any number of ranks, and return its `progress`."""
     weights, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path)  # in place
+
+    # The checkpoint also has the settings of the optimizer that saved it, such as its betas. Keep
+    # those of this run.
+    settings = [dict(group) for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
+    for group, of_this_run in zip(optimizer.param_groups, settings, strict=True):
+        group.update(of_this_run)
     return read_progress(path)
 
 
@@ -583,40 +625,56 @@ def load_weights(model, full_model, world, offload: bool):
         buffer.data = full_buffer.to(world.device)
 
 
-def export(model, meta_model, tokenizer, folder: Path, world):
+def export(model, meta_model, dtype, tokenizer, folder: Path, world):
     """Collective. Gather the weights on rank 0's CPU and save them for `from_pretrained`. Does what
     FSDP1's `FullStateDictConfig(offload_to_cpu=True, rank0_only=True)` did.
 
     meta_model: the unsharded model on the meta device, whose `save_pretrained` is used.
+    dtype: that of the model which training began from; None for random weights: fp32.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
 
     if world.rank == 0:
-        # A tied weight has several names. Save it under one of them.
-        unique = [*meta_model.named_parameters(), *meta_model.named_buffers()]
-        weights = {name: weights[name] for name, _ in unique if name in weights}
+        for parameter in meta_model.parameters():
+            parameter.data = parameter.to(dtype or torch.float32)
+        tensors = {}
+        # A tied weight has several names in `weights`. Save it under one of them.
+        for name, tensor in [*meta_model.named_parameters(), *meta_model.named_buffers()]:
+            if name in weights:
+                tensors[name] = weights.pop(name).to(tensor.dtype)
         meta_model.generation_config = model.generation_config
         # T5's config says true for every model, and other versions of transformers rely on it.
         head = meta_model.get_output_embeddings().weight
         meta_model.config.tie_word_embeddings = head is meta_model.get_input_embeddings().weight
-        partial = folder / ".partial"  # keep the old model until this one is complete
-        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
-        meta_model.save_pretrained(partial, state_dict=weights)
-        tokenizer.save_pretrained(partial)
-
-        for pattern in ("model[-.]*safetensors*", "adapter_model.*", "adapter_config.json"):
-            for file in folder.glob(pattern):  # the old model
-                file.unlink()
-        # Copy the weights last: without them, an incomplete folder does not load.
-        ignore = shutil.ignore_patterns("*.safetensors")
-        shutil.copytree(partial, folder, ignore=ignore, dirs_exist_ok=True)
-        for file in partial.glob("*.safetensors"):
-            # safetensors makes files that only their owner can read.
-            shutil.copymode(folder / "tokenizer_config.json", file)
-            file.replace(folder / file.name)
-        shutil.rmtree(partial)
+        try:
+            replace_model(folder, meta_model, tensors, tokenizer)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"cannot save the model to {folder}: {error}; if there is a checkpoint, --resume"
+                " saves the model again"
+            ) from error
     dist.barrier()  # rank 0's disk may be slow
+
+
+def replace_model(folder: Path, meta_model, tensors: dict[str, torch.Tensor], tokenizer):
+    """Save a model with these weights. The old model in the folder stays until it is complete."""
+    partial = folder / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
+    meta_model.save_pretrained(partial, state_dict=tensors)
+    tokenizer.save_pretrained(partial)
+
+    for pattern in ("model[-.]*safetensors*", "adapter_model.*", "adapter_config.json"):
+        for file in folder.glob(pattern):  # the old model
+            file.unlink()
+    # Copy the weights last: without them, an incomplete folder does not load.
+    ignore = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(partial, folder, ignore=ignore, dirs_exist_ok=True)
+    for file in partial.glob("*.safetensors"):
+        # safetensors makes files that only their owner can read.
+        shutil.copymode(folder / "tokenizer_config.json", file)
+        file.replace(folder / file.name)
+    shutil.rmtree(partial)
 
 
 # ---- Data --------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ import random
 import re
 import statistics
 import time
-import warnings
 import zlib
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -51,7 +50,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
+from torch.utils.data import DataLoader, IterableDataset, default_convert
 from torch.utils.flop_counter import FlopCounterMode
 
 import datasets
@@ -69,8 +68,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import common
 
-# FSDP2 warns against modifying the returned views in place, which no code here does.
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 transformers.logging.disable_progress_bar()
 
 # ---- FSDP: what is sharded over which processes ------------------------------------------------
@@ -115,12 +112,17 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
     if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
 
+    reshard = RESHARD[args.sharding_strategy]
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=RESHARD[args.sharding_strategy], **options)
-    for module in embedding_and_head(model):
-        # Keep these gathered after forward. Backward starts with the output layer, and would gather
-        # the embedding again for nothing: its backward does not use the weights.
-        fully_shard(module, reshard_after_forward=False, **options)
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if head.weight is not embedding.weight:
+        # The embedding's backward does not read its weights: do not gather them again.
+        fully_shard(embedding, reshard_after_forward=reshard, **options)
+        embedding.set_unshard_in_backward(False)
+        # Backward begins with the output layer: keep it gathered after forward.
+        fully_shard(head, reshard_after_forward=False, **options)
     fully_shard(model, **options)  # the root unit: all other parameters
 
     for module in model.modules():
@@ -166,14 +168,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if layer not in nested and embedding not in layer.modules()]
 
 
-def embedding_and_head(model: nn.Module) -> list[nn.Module]:
-    """Return two more units, which are gathered and reduced while the layers compute. If they share
-    their weights, return none: these are in the root unit."""
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    return [] if head.weight is embedding.weight else [embedding, head]
-
-
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     """Apply --compile and --activation-checkpointing to the layers, before sharding. Return the
     units."""
@@ -209,19 +203,16 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
     would make the host wait for the device.
     """
     global_targets = args.global_batch_size * args.seq_length
-    replicas, _ = mesh_shape(args, world)
     loss_sum = torch.zeros((), device=world.device)
     optimizer.zero_grad()
     for index, micro_batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
 
-        if args.sharding_strategy in HYBRIDS and replicas > 1:
-            # Inside a replica, reduce gradients to shards after every micro-batch. Between
-            # replicas, average these shards only after the last one.
-            model.set_requires_all_reduce(is_last)
-        else:
-            # Gradients that are not reduced are those of the whole model, on every rank.
-            model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
+        # Reduce gradients to shards after every micro-batch. Otherwise every rank would keep those
+        # of the whole model until the last one (FSDP1's no_sync).
+        model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
+        # Replicas average their shards once.
+        model.set_requires_all_reduce(is_last)
         # Under ZeRO-2, parameters stay gathered until the last micro-batch.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss, balance = summed_loss(model, micro_batch)
@@ -327,7 +318,7 @@ def load_config(args, tokenizer) -> PretrainedConfig:
             f" {text_config.model_type}"
         )
     try:
-        model = make_meta_model(config)
+        model = make_meta_model(copy.deepcopy(config))
     except (ValueError, KeyError, NotImplementedError, ImportError) as error:
         raise common.UserError(
             f"--model {args.model}: transformers cannot run it with SDPA: {error}"
@@ -364,10 +355,8 @@ def load_data(args, checkpoint: Path | None) -> tuple:
     texts = Texts(args)
     to_train, held_out = first_texts(args, texts)
 
-    if args.tokenizer or args.model not in MODELS:
-        tokenizer = common.load_tokenizer(args.tokenizer or args.model)
-    elif checkpoint:  # it holds the tokenizer that was trained
-        tokenizer = common.load_tokenizer(checkpoint)
+    if checkpoint or args.tokenizer or args.model not in MODELS:
+        tokenizer = common.load_tokenizer(checkpoint or args.tokenizer or args.model)
     else:
         tokenizer = common.train_tokenizer(to_train, vocab_size=2048, append_eos=False)
     if tokenizer.eos_token_id is None:
@@ -587,7 +576,9 @@ class Steps(IterableDataset):
                 sequences += itertools.islice(iterator, self.num_sequences)
             if len(sequences) < self.num_sequences * len(iterators):
                 return  # a stream has no texts
-            yield default_collate(sequences), [stream.state_dict() for stream in streams]
+            names = sequences[0]
+            arrays = {name: np.stack([row[name] for row in sequences]) for name in names}
+            yield arrays, [stream.state_dict() for stream in streams]
 
 
 def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] | None):
@@ -601,12 +592,11 @@ def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] 
         Steps(args, world, texts, tokenizer, positions),
         batch_size=None,  # each item is a step
         num_workers=1,  # two would both yield every step
-        pin_memory=world.device.type != "cpu",  # otherwise copies block the host
-        **common.WORKERS,
+        collate_fn=tuple,  # changes nothing; the default would make tensors
+        **common.WORKER_OPTIONS,
     )
-    for sequences, positions in loader:
-        for name, tensor in sequences.items():
-            sequences[name] = tensor.to(world.device, non_blocking=True)
+    for arrays, positions in loader:
+        sequences = common.to_device(arrays, world.device)
         micro_batches = []
         for first in range(0, len(sequences["labels"]), args.micro_batch_size):
             rows = slice(first, first + args.micro_batch_size)
@@ -708,11 +698,9 @@ def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume requires these flags to be the same. They choose the data of a step. weight_decay is one
-# of them because a checkpoint restores it with the optimizer.
-MUST_MATCH = (
-    "model dataset text_column tokenizer seq_length global_batch_size seed weight_decay"
-).split()
+# --resume requires these flags to be the same. Together with the dataset, they choose the data of a
+# step.
+MUST_MATCH = ("model", "tokenizer", "seq_length", "global_batch_size", "seed")
 
 
 def learning_rate(args, step: int) -> float:
@@ -782,9 +770,9 @@ def parse_args():
     add("--compile", **switch, help="torch.compile layers and loss: faster after a slow start")
     add(
         "--gradient-sync",
-        default="last",
-        choices=("last", "every"),
-        help="when to reduce gradients (not for hybrids); every: less memory, more traffic",
+        default="every",
+        choices=("every", "last"),
+        help="micro-batches that reduce gradients; last: less traffic, far more memory",
     )
 
     group = parser.add_argument_group("processes and output")
@@ -827,7 +815,9 @@ def main(args, world):
     texts, validation_set, tokenizer = common.first_on_node(
         world, lambda: load_data(args, checkpoint)
     )
-    common.check_data(texts.checksum, checkpoint)
+    config = common.first_on_node(world, lambda: load_config(args, tokenizer))
+    checksum = common.check_data(texts.checksum, config, checkpoint)
+    dtype = config.dtype  # of the saved model; below, transformers sets it to fp32
     names = ", ".join(Path(path).name for path in texts.paths[:3])
     log.print(f"dataset  {args.dataset}: {names}; files: {len(texts.paths):,}")
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
@@ -837,7 +827,6 @@ def main(args, world):
     )
 
     # Model
-    config = common.first_on_node(world, lambda: load_config(args, tokenizer))
     full_model = None
     if world.rank == 0:
         full_model = load_model(args, config)  # on the CPU
@@ -884,10 +873,11 @@ def main(args, world):
         # Dropout must be the same after a resume, and differ between ranks. Seed after next(steps),
         # because a DataLoader draws a random number when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
+        any_rank_stops = common.ask_for_stops()
         step_loss, grad_norm = train_step(args, world, model, optimizer, micro_batches)
         loss_sum += step_loss
 
-        stop_now = common.stop_on_any_rank()
+        stop_now = any_rank_stops()
         save_now = stop_now or is_due(args, step, args.checkpoint_every)
         validate_now = is_due(args, step, args.validate_every)
         if save_now or validate_now or is_due(args, step, args.log_every):
@@ -913,10 +903,10 @@ def main(args, world):
                 progress = {
                     "step": step,
                     "positions": gather_positions(world, positions),
-                    "checksum": texts.checksum,
+                    "checksum": checksum,
                 }
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
-            if stop_now and step < args.max_steps:
+            if stop_now:
                 log.print(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
             if validate_now:
@@ -925,7 +915,7 @@ def main(args, world):
 
     saved = "not saved"
     if args.save_model:
-        common.export(model, meta_model, tokenizer, model_folder, world)
+        common.export(model, meta_model, dtype, tokenizer, model_folder, world)
         saved = f"{model_folder} (replaces any earlier one)"
     log.print(f"metrics  {log.path}, run {log.run}")
     log.print(f"model    {saved}")

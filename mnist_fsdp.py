@@ -24,6 +24,7 @@ import gc
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -372,7 +373,9 @@ def compare_both_halves(args):
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # If a flag comes twice, the last one counts.
     local = ["--mode", "local", "--num-processes", "1"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise that half would stay
     local_half = subprocess.run([sys.executable, *sys.argv, *local])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if local_half.returncode != 0:
         sys.exit(local_half.returncode)
     args.mode = "fsdp"

@@ -25,7 +25,6 @@ and fp16 is a recipe. docs/from-the-documents.md lists what no longer runs in th
 """
 
 import argparse
-import contextlib
 import copy
 import math
 import random
@@ -71,8 +70,10 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import common
 
-# FSDP2 warns against modifying the returned views in place, which no code here does.
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+# FSDP2 warns against modifying returned views in place. T5Blocks return one, the position bias. No
+# code modifies it.
+VIEWS = r"FSDP2-wrapped module \(FSDP(\w*T5Block|CheckpointWrapper)\) returned a view tensor"
+warnings.filterwarnings("ignore", message=VIEWS)
 transformers.logging.disable_progress_bar()
 
 # ---- FSDP: what is sharded, in which precision, and when it is gathered ------------------------
@@ -223,19 +224,16 @@ def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torc
     dist.all_reduce(global_targets)
 
     loss_sum = torch.zeros((), device=world.device)
-    num_samples = len(batch["labels"])
     optimizer.zero_grad()
-    for first in range(0, num_samples, args.micro_batch_size):
+    for first in range(0, len(batch["labels"]), args.micro_batch_size):
         rows = slice(first, first + args.micro_batch_size)
         micro_batch = {name: tensor[rows] for name, tensor in batch.items()}
-        is_last = rows.stop >= num_samples
-
-        with gradient_sync(args, world, model, is_last):
-            loss = summed_loss(model, micro_batch)
-            # FSDP divides gradients by the number of ranks. Undo that, and divide by the number of
-            # targets on all ranks: the gradient of the mean over the global batch, as in one
-            # process.
-            (loss * world.size / global_targets).backward()
+        loss = summed_loss(model, micro_batch)
+        # FSDP divides gradients by the number of ranks. Undo that, and divide by the number of
+        # targets on all ranks: the gradient of the mean over the global batch, as in one process.
+        # Every backward reduces gradients to shards. The tutorial's no_sync would keep those of the
+        # whole model on every rank.
+        (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
     if args.fsdp_version == 2:
@@ -246,22 +244,6 @@ def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torc
 
     num_tokens = num_targets + batch["attention_mask"].sum()
     return torch.stack([loss_sum, num_targets, num_tokens]), grad_norm
-
-
-def gradient_sync(args, world, model, is_last: bool):
-    """Return a context for forward and backward of a micro-batch. Only the last micro-batch of a
-    step reduces gradients, and until then ZeRO-2's parameters stay gathered.
-
-    With FSDP2, this sets flags on the model, and the context is empty. With FSDP1, it is no_sync().
-    """
-    if args.fsdp_version == 2:
-        model.set_requires_gradient_sync(is_last)
-        model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
-        return contextlib.nullcontext()
-    # One process has nothing to send (and there, no_sync fails with tied weights in bf16).
-    if is_last or world.size == 1:
-        return contextlib.nullcontext()
-    return model.no_sync()
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
@@ -371,7 +353,7 @@ def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
         raise common.UserError(
             f"--model {args.model} is not a T5; see docs/your-model-and-data.md for other models"
         )
-    return config, common.load_tokenizer(args.model)
+    return config, common.load_tokenizer(checkpoint or args.model)
 
 
 def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> dict:
@@ -393,7 +375,7 @@ def load_data(args, checkpoint) -> tuple:
         args.dataset, args.text_column, args.summary_column, args.max_summary_share
     )
     hashes = train_set["content_hash"][:] + validation_set["content_hash"][:]
-    checksum = zlib.crc32(str(hashes).encode())
+    content = zlib.crc32(str(hashes).encode())
     train_set = train_set.take(args.num_train_samples or len(train_set))
     validation_set = validation_set.take(args.num_validation_samples or len(validation_set))
 
@@ -420,7 +402,7 @@ def load_data(args, checkpoint) -> tuple:
     if dist.get_rank() == 0:
         cut = f"{num_cut:,} of {len(targets):,} reach --max-target-length and may be cut"
         print(f"targets  {unknown:.1%} unknown tokens; {cut}", flush=True)
-    return config, tokenizer, train_set, validation_set, checksum
+    return config, tokenizer, train_set, validation_set, content
 
 
 def steps_on_device(args, world, articles, collate, step: int):
@@ -443,17 +425,17 @@ def steps_on_device(args, world, articles, collate, step: int):
 
 def batches_on_device(articles, batches: list[list[int]], collate, world):
     """Yield padded batches on this rank's device. `batches` has the indices of their articles."""
-    has_accelerator = world.device.type != "cpu"
-    workers = {"num_workers": 2, **common.WORKERS} if has_accelerator else {}
+    workers = {}
+    if world.device.type != "cpu":
+        workers = {"num_workers": 2, **common.WORKER_OPTIONS}
     loader = DataLoader(
         articles.select_columns(["input_ids", "labels"]),
         batch_sampler=batches,
         collate_fn=collate,
-        pin_memory=has_accelerator,
         **workers,
     )
-    for batch in loader:
-        yield {name: tensor.to(world.device, non_blocking=True) for name, tensor in batch.items()}
+    for arrays in loader:
+        yield common.to_device(arrays, world.device)
 
 
 @torch.no_grad()
@@ -505,10 +487,11 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume requires these flags to be the same, because they choose the articles of a step.
+# --resume requires these flags to be the same. Together with the dataset, they choose the articles
+# of a step.
 MUST_MATCH = (
-    "model dataset text_column summary_column max_summary_share num_train_samples"
-    " num_validation_samples max_source_length max_target_length global_batch_size seed"
+    "model num_train_samples num_validation_samples max_source_length max_target_length"
+    " global_batch_size seed"
 ).split()
 
 
@@ -607,11 +590,13 @@ def main(args, world):
     checkpoint = common.find_checkpoint(args, MUST_MATCH, best_folder)
 
     # Data
-    config, tokenizer, train_set, validation_set, checksum = common.first_on_node(
+    config, tokenizer, train_set, validation_set, content = common.first_on_node(
         world, lambda: load_data(args, checkpoint)
     )
-    common.check_data(checksum, checkpoint)
-    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)  # labels with -100
+    checksum = common.check_data(content, config, checkpoint)
+    dtype = config.dtype  # of the saved model; below, transformers sets it to fp32
+    # It pads labels with -100. For "np", see common.WORKER_OPTIONS.
+    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8, return_tensors="np")
     steps_per_epoch = len(train_set) // args.global_batch_size
     if steps_per_epoch == 0:
         raise common.UserError(f"{len(train_set)} articles do not fill --global-batch-size")
@@ -633,6 +618,17 @@ def main(args, world):
     if args.print_model:
         log.print(str(model))
 
+    def end_epoch(best_loss: float) -> float:
+        """Validate, and save the model if it is the best so far. Return the lowest loss."""
+        val_loss = math.inf
+        if args.run_validation:
+            val_loss = validate(args, world, model, validation_set, collate, log, step)
+        if args.save_model and (val_loss < best_loss or not args.run_validation):
+            best_loss = val_loss
+            common.export(model, meta_model, dtype, tokenizer, best_folder, world)
+            log.print(f"saved    the model to {best_folder} (replaces any earlier one)")
+        return best_loss
+
     # Where the last run stopped
     step = 0
     num_steps = args.max_steps or args.epochs * steps_per_epoch
@@ -642,6 +638,8 @@ def main(args, world):
         step = progress["step"]
         best_loss = progress["best_loss"]
         log.print(f"resumed  from step {step} of {num_steps}")
+        if progress["epoch_ends"]:  # the checkpoint is from before the validation
+            best_loss = end_epoch(best_loss)
     elif args.run_validation:
         validate(args, world, model, validation_set, collate, log, step)
 
@@ -661,10 +659,11 @@ def main(args, world):
         # Dropout must be the same after a resume, and differ between ranks. Seed after
         # next(batches), because a DataLoader draws a random number when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
+        any_rank_stops = common.ask_for_stops()
         step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
         totals += step_totals
 
-        stop_now = common.stop_on_any_rank()
+        stop_now = any_rank_stops()
         epoch_ends = step % steps_per_epoch == 0 or step == num_steps
         save_now = stop_now
         if args.checkpoint_every > 0:
@@ -684,20 +683,19 @@ def main(args, world):
             common.reset_peak(world.device)
             totals.zero_()
 
-            if epoch_ends:
-                val_loss = math.inf
-                if args.run_validation:
-                    val_loss = validate(args, world, model, validation_set, collate, log, step)
-                if args.save_model and (val_loss < best_loss or not args.run_validation):
-                    best_loss = val_loss
-                    common.export(model, meta_model, tokenizer, best_folder, world)
-                    log.print(f"saved    the model to {best_folder} (replaces any earlier one)")
             if save_now:
-                progress = {"step": step, "checksum": checksum, "best_loss": best_loss}
+                progress = {
+                    "step": step,
+                    "epoch_ends": epoch_ends,
+                    "best_loss": best_loss,
+                    "checksum": checksum,
+                }
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
-            if stop_now and step < num_steps:
+            if stop_now:
                 log.print(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
+            if epoch_ends:
+                best_loss = end_epoch(best_loss)
             start = time.perf_counter()  # do not count validation and saving
 
     log.print(f"metrics  {log.path}, run {log.run}")

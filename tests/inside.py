@@ -174,7 +174,7 @@ def lm_steps(args, tokenizer, script=lm_multinode, size=1):
         for sequences, _ in parts:
             for first in range(0, len(sequences["labels"]), ranks[0].num_sequences):
                 rows = slice(first, first + ranks[0].num_sequences)
-                streams.append({name: tensor[rows].numpy() for name, tensor in sequences.items()})
+                streams.append({name: array[rows] for name, array in sequences.items()})
         yield streams
 
 
@@ -256,12 +256,6 @@ def read_other_data(script):
     script.load_data = load_and_change
 
 
-def lose_workers(script):
-    """Make each worker hang before it sends a batch, as when /dev/shm is full."""
-    read_without_end(script, 0)
-    script.common.WORKERS["timeout"] = 3
-
-
 def read_without_end(script, steps):
     """Make the LM's workers send `steps` steps, then read without end."""
     iterate = script.Steps.__iter__
@@ -282,7 +276,7 @@ def in_own_session(script):
 def stop_group(script, name, worker_start):
     """Signal this rank and its workers in the middle of the second step. `worker_start`: how the workers start."""
     in_own_session(script)
-    script.common.WORKERS["multiprocessing_context"] = worker_start
+    script.common.WORKER_OPTIONS["multiprocessing_context"] = worker_start
     summed_loss = script.summed_loss
     losses = itertools.count(1)
     args = script.parse_args()
@@ -304,7 +298,7 @@ def kill_alone(script, step):
 
 
 def kill_in_save(script, rank, save):
-    """Kill a rank in its first, second, ... save, after it has written its shards and before `.metadata` is written."""
+    """Kill a rank in its first, second, ... save, after it has written its shards and before `progress.json` is."""
     saves = itertools.count(1)
     write_data = torch.distributed.checkpoint.FileSystemWriter.write_data
 

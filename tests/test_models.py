@@ -124,7 +124,7 @@ def test_models_train_alike_under_each_strategy_recomputing_offloading_and_resum
     settings = {}
     for strategy in LM_STRATEGIES:
         settings[tmp_path / strategy] = (*flags, "--sharding-strategy", strategy, "--shards-per-replica", 2)
-    settings[tmp_path / "every"] = (*flags, "--gradient-sync", "every")
+    settings[tmp_path / "last"] = (*flags, "--gradient-sync", "last")
     settings[tmp_path / "recomputing"] = (*flags, "--activation-checkpointing", "--cpu-offload")
     settings[tmp_path / "resumed"] = (*flags, "--checkpoint-every", 2)
     run_many("lm_multinode.py", settings, 4)
@@ -134,7 +134,7 @@ def test_models_train_alike_under_each_strategy_recomputing_offloading_and_resum
 
     # Resume from step 2, as if the run had stopped there.
     for path in (tmp_path / "resumed" / "checkpoints").glob(f"step-*{STEPS}"):
-        (path / ".metadata").unlink()
+        (path / "progress.json").unlink()
     run_many("lm_multinode.py", {tmp_path / "resumed": (*flags, "--checkpoint-every", 2, "--resume")}, 2)
     check_model(causal / name, tmp_path / "resumed")
     assert curve(tmp_path / "resumed")[STEPS] == pytest.approx(curve(tmp_path / "one")[STEPS - 1], **AFTER_ADAM)

@@ -145,6 +145,7 @@ def test_the_lm_equals_a_plain_loop(train, tiny_llama, texts, processes, tmp_pat
     shards = 2 if processes == 4 else 1
     settings = {name: ("--sharding-strategy", name, "--shards-per-replica", shards) for name in LM_STRATEGIES}
     settings["recomputing and offloading"] = ("--activation-checkpointing", "--cpu-offload")
+    settings["reduced once"] = ("--gradient-sync", "last")
     train("lm_multinode.py", settings, processes, change=["record_shards"])
     for name, flags in settings.items():
         # Each of 3 processes has two of six streams.

@@ -84,7 +84,7 @@ def checkpoint(folder, step):
 
 
 def finished_checkpoints(folder):
-    return sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/*/.metadata"))
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/*/progress.json"))
 
 
 def progress(folder, step):
@@ -109,7 +109,7 @@ def check_resume(script, flag_lists, root, processes=2, **options):
 
 
 def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
-    """First after an update, then in a save: its shards are written, but not the file that completes a checkpoint."""
+    """First after an update, then in a save: its shards are written, but not the file that finishes a checkpoint."""
     flags = (*lm, "--resume", "--no-save-model", "--output-dir", tmp_path)
     finished = launch("lm_multinode.py", *flags, change=("signal_in_step", 1, 4), check=False)
     assert finished.returncode != 0
@@ -125,13 +125,14 @@ def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
     assert finished_checkpoints(tmp_path) == [4, 6]  # the newest two
 
 
-@pytest.mark.parametrize("script, step", [("lm_multinode.py", 4), ("t5_fsdp.py", 5)])
+@pytest.mark.parametrize("script, step", [("lm_multinode.py", 3), ("t5_fsdp.py", 3), ("t5_fsdp.py", 7)])
 def test_sigterm_to_one_process_saves_and_exits_with_code_0(script, step, lm, lm_whole, t5, t5_whole, tmp_path):
+    """T5 is stopped at the end of an epoch, before the validation: the resumed run validates first."""
     flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_whole)
     flags = (*flags, "--checkpoint-every", 0, "--no-save-model", "--output-dir", tmp_path)
     finished = launch(script, *flags, change=("signal_in_step", 1, step, "SIGTERM"))
     assert "--resume" in finished.stdout
-    assert finished_checkpoints(tmp_path) == [step]
+    assert finished_checkpoints(tmp_path) == [step + 1]  # ranks are asked before a step
 
     launch(script, *flags, "--resume")
     assert curve(tmp_path, "loss") == curve(whole, "loss")  # no step ran twice
@@ -204,18 +205,21 @@ def test_t5_resumes_with_dropout_in_the_second_epoch(t5, tmp_path):
 
 
 def test_the_best_model_stays_the_best_after_a_resume(t5, tmp_path):
-    """Only saved models count, not those that a run with --no-save-model has validated."""
+    """A resumed run first validates, and saves if need be, the model that the run before has ended with."""
     flags = (*t5, "--epochs", 1, "--lr", 5, "--checkpoint-every", 1000, "--resume", "--output-dir", tmp_path)
     launch("t5_fsdp.py", *flags, "--max-steps", 1, "--no-save-model")
+    assert not (tmp_path / "best").exists()
     launch("t5_fsdp.py", *flags, "--max-steps", 2)
-    exported = (tmp_path / "best" / "model.safetensors").read_bytes()
     launch("t5_fsdp.py", *flags, "--max-steps", 3)
-    _, unsaved, best, worse = curve(tmp_path, "val_loss")
-    assert worse > best > unsaved
-    assert (tmp_path / "best" / "model.safetensors").read_bytes() == exported
+    _, *values = curve(tmp_path, "val_loss")
+    best, again, worse, worse_again, worst = values
+    assert best == again < worse == worse_again and best < worst
 
     finished = launch("t5_fsdp.py", *flags, "--max-steps", 3)
     assert "from step 3 of 3" in finished.stdout and len(losses(tmp_path)) == 3
+    launch("t5_fsdp.py", *flags, "--max-steps", 1, "--output-dir", tmp_path / "one")
+    exported = [(folder / "best" / "model.safetensors").read_bytes() for folder in (tmp_path, tmp_path / "one")]
+    assert exported[0] == exported[1]
 
 
 def test_only_folders_named_step_and_digits_are_checkpoints(t5, t5_whole, tmp_path):
@@ -224,8 +228,11 @@ def test_only_folders_named_step_and_digits_are_checkpoints(t5, t5_whole, tmp_pa
     kept = ("best", "step-9999999-best", "step-")
     for name in kept:
         (start.parent / name).mkdir()
-        (start.parent / name / ".metadata").touch()
-    checkpoint(tmp_path, 7).mkdir()  # half-written
+        (start.parent / name / "progress.json").touch()
+    checkpoint(tmp_path, 11).mkdir()  # half-written
+    older = start.parent / "step-7"  # numbers decide, not names
+    older.mkdir()
+    (older / "progress.json").touch()
     (start.parent / "notes.txt").touch()
 
     flags = (*t5, "--checkpoint-every", 1, "--no-run-validation", "--no-save-model", "--resume")
@@ -249,7 +256,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_all_and_is_not_saved(micro_
 def test_a_validation_loss_that_is_not_finite_is_not_saved(t5, tmp_path):
     flags = (*t5, "--checkpoint-every", 1000, "--output-dir", tmp_path)
     refuse("t5_fsdp.py", *flags, words=["--lr"], change=("infinite_loss", 0, 2, False))
-    assert curve(tmp_path, "val_loss") and not finished_checkpoints(tmp_path)
+    assert curve(tmp_path, "val_loss") and not (tmp_path / "best").exists()
 
 
 @pytest.mark.long
@@ -270,29 +277,31 @@ def test_ctrl_c_saves_and_ends_with_code_130(lm, tmp_path):
     assert max(losses(tmp_path)) == saved
 
 
-def test_rows_may_be_reordered_but_not_changed(t5, tmp_path):
-    """Some rows have the same text, and some are equal."""
+def test_rows_may_be_reordered_or_elsewhere_but_not_changed(t5, tmp_path):
+    """Some rows have the same text, and some are equal. The resumed run reads another file."""
     dataset = tmp_path / "articles.csv"
     rows = [builtin_article(index // 3) | {"headline": f"Peel {index % 2}."} for index in range(200)]
     write_csv(dataset, rows)
     flags = (*t5, "--dataset", dataset, "--resume", "--no-save-model", "--output-dir")
     launch("t5_fsdp.py", *flags, tmp_path / "whole")
     shutil.copytree(checkpoint(tmp_path / "whole", 6), checkpoint(tmp_path / "again", 6))
-    write_csv(dataset, rows[::-1])
-    launch("t5_fsdp.py", *flags, tmp_path / "again")
+    moved = write_csv(tmp_path / "moved.csv", rows[::-1])
+    launch("t5_fsdp.py", *flags, tmp_path / "again", "--dataset", moved)
     assert results(tmp_path / "again") == results(tmp_path / "whole", since=6)
 
     rows[7] = rows[7] | {"headline": "Fry 1."}
     write_csv(dataset, rows)
-    refuse("t5_fsdp.py", *flags, tmp_path / "again", words=["--dataset has changed"], processes=2)
+    refuse("t5_fsdp.py", *flags, tmp_path / "again", words=["--dataset", "has changed"], processes=2)
 
 
+@pytest.mark.parametrize("has_tokenizer", [False, True])
 @pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_a_resumed_run_keeps_the_tokenizer_that_it_trained(script, articles_csv, tmp_path):
-    """Another version of the library could train a different one. A mark shows that the checkpoint's is used."""
+def test_a_resumed_run_keeps_its_tokenizer(script, has_tokenizer, articles_csv, tiny_model, tiny_llama, tmp_path):
+    """Trained again or loaded again, it could be another one. A mark shows that the checkpoint's is used."""
     flags = ("--dataset", articles_csv, "--no-run-validation", "--max-source-length", 16)
+    flags += ("--model", tiny_model) if has_tokenizer else ()
     if script == "lm_multinode.py":
-        flags = ("--validate-every", 0)
+        flags = ("--validate-every", 0, *(("--tokenizer", tiny_llama) if has_tokenizer else ()))
     flags = (*flags, "--checkpoint-every", 1, "--resume", "--output-dir", tmp_path, "--max-steps")
     run_many(script, [(*flags, 1)], 1)
     config = checkpoint(tmp_path, 1) / "tokenizer_config.json"
@@ -322,9 +331,9 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_one_before_resumes(lm, lm_
 
 # A run does not resume if one of these flags has another value.
 MATCHED = {
-    "lm_multinode.py": "model dataset text_column tokenizer seq_length global_batch_size weight_decay seed",
-    "t5_fsdp.py": "model dataset text_column summary_column max_summary_share num_train_samples"
-    " num_validation_samples max_source_length max_target_length global_batch_size seed",
+    "lm_multinode.py": "model tokenizer seq_length global_batch_size seed",
+    "t5_fsdp.py": "model num_train_samples num_validation_samples max_source_length max_target_length"
+    " global_batch_size seed",
 }
 
 
@@ -340,6 +349,39 @@ def test_a_run_resumes_only_if_its_flags_match(script, lm, lm_whole, t5, t5_whol
         setattr(args, name, "another value")
         with pytest.raises(UserError, match=f"with --{name.replace('_', '-')} "):
             check_settings(script, args)
+
+
+def test_the_optimizer_has_the_settings_of_this_run_and_the_model_those_of_the_checkpoint(lm, tiny_llama, tmp_path):
+    """A changed weight decay counts after a resume, from the first update on. A changed config is refused."""
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    flags = (*lm, "--model", model, "--no-save-model", "--output-dir")
+    launch("lm_multinode.py", *flags, tmp_path / "whole")
+    shutil.copytree(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "again", 4))
+    launch("lm_multinode.py", *flags, tmp_path / "again", "--resume", "--weight-decay", 50)
+    whole, again = losses(tmp_path / "whole"), losses(tmp_path / "again")
+    assert again[5] == whole[5] and abs(again[6] - whole[6]) > 1e-4
+
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "head_dim": 16}))
+    refuse("lm_multinode.py", *flags, tmp_path / "again", "--resume", words=["config of --model"], processes=2)
+
+
+@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
+def test_a_failed_export_loses_nothing(script, lm, t5, tmp_path):
+    """A file is in the place of the model's folder. The resumed run saves the model and makes no step."""
+    flags, folder = (
+        ((*lm, "--max-steps", 2), "model") if script == "lm_multinode.py" else ((*t5, "--epochs", 1), "best")
+    )
+    flags = (*flags, "--output-dir", tmp_path)
+    (tmp_path / folder).touch()
+    refuse(script, *flags, words=[f"cannot save the model to {tmp_path / folder}", "--resume"], processes=2)
+    steps = losses(tmp_path)
+    assert finished_checkpoints(tmp_path)[-1] == max(steps)
+
+    (tmp_path / folder).unlink()
+    launch(script, *flags, "--resume")
+    assert losses(tmp_path) == steps and len(curve(tmp_path)) == len(steps)
+    assert list((tmp_path / folder).glob("*.safetensors"))
 
 
 def test_an_export_replaces_an_older_model_and_no_other_file(lm, tmp_path):

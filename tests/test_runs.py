@@ -169,7 +169,7 @@ def test_strategies_are_compared(tmp_path, tiny_llama):
     """Each strategy has a row, the one with the least memory first. Hybrids divide the state by a node's processes. A
     checkpoint in the folder does not matter."""
     (tmp_path / "checkpoints" / "step-0000001").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-0000001" / ".metadata").touch()
+    (tmp_path / "checkpoints" / "step-0000001" / "progress.json").touch()
     processes, shards = 4, 2
     flags = (*LM, "--model", tiny_llama, "--compare-strategies", "--peak-tflops", 0.5, "--no-save-model")
     flags = (*flags, "--output-dir", tmp_path)

@@ -48,7 +48,7 @@ def test_a_run_whose_process_group_is_stopped_saves(name, worker_start, tiny_lla
     finished = run("lm_multinode.py", *flags, processes=2, fork=True, check=True, change=change)
     last_step = max(losses(tmp_path))
     assert last_step in (2, 3)
-    assert (tmp_path / f"checkpoints/step-{last_step:07d}/.metadata").exists()
+    assert (tmp_path / f"checkpoints/step-{last_step:07d}/progress.json").exists()
     assert re.search(rf"^stopped .*step {last_step}\b.*--resume", finished.stdout, re.M)
     assert curve(tmp_path, "val_loss") == []
     if worker_start == "fork":
@@ -73,7 +73,7 @@ def test_a_run_saves_when_its_terminal_closes(nohup, processes, tiny_llama, tmp_
     os.close(terminal)
     last_step = max(losses(tmp_path))
     assert (last_step == steps) == nohup == (tmp_path / "model").exists()
-    assert (tmp_path / f"checkpoints/step-{last_step:07d}/.metadata").exists() != nohup
+    assert (tmp_path / f"checkpoints/step-{last_step:07d}/progress.json").exists() != nohup
 
 
 @pytest.mark.long
