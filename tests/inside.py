@@ -357,6 +357,25 @@ def capture_graphs(script):
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=count_graph)
 
 
+def time_loader(script):
+    """Write loader-RANK.json: for each step, the seconds that this rank waited for its data."""
+    steps_on_device = script.steps_on_device
+
+    def timed_steps(args, world, *arguments):
+        steps = steps_on_device(args, world, *arguments)
+        waits = []
+        try:
+            while True:
+                start = time.perf_counter()
+                step = next(steps)
+                waits.append(time.perf_counter() - start)
+                yield step
+        finally:
+            (args.output_dir / f"loader-{world.rank}.json").write_text(json.dumps(waits))
+
+    script.steps_on_device = timed_steps
+
+
 def record_shards(script):
     """Write shards-RANK.json at each validation: the sums of this rank's shards, and which shards are offloaded."""
     validate = script.validate

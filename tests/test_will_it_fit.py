@@ -169,8 +169,8 @@ def test_what_is_sent_is_what_the_formulas_say():
 
 @pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
 def test_a_smaller_micro_batch_never_needs_more_memory(script):
-    """Up to 2%, under each strategy, with 8 samples for each of 8 processes on two nodes. But after the first of several
-    micro-batches, a process has its shards of the gradients, which a single micro-batch may not have at its peak."""
+    """Up to 2%, under each strategy, with 8 samples for each of 8 processes on two nodes. But several micro-batches
+    keep shards of gradients from one to the next, which a single one may not have at its peak."""
     options = Namespace(vocabulary=2048, per_node=4, attention="gpu")
     flags = ("--global-batch-size", 64, "--num-processes", 8, "--activation-checkpointing")
     sizes = ("--model", "150m", "--seq-length", 64) if script == "lm_multinode.py" else ("--max-source-length", 32)

@@ -1,13 +1,15 @@
 """What the scripts do on one GPU: speed, MFU and memory of a Llama and a T5, next to the predicted memory.
 
     python tests/benchmarks/gpu_table.py --peak-tflops 989              # all rows; 989 is an H100's peak in bf16
-    python tests/benchmarks/gpu_table.py --parts lm                     # only the LM's rows, without MFU
+    python tests/benchmarks/gpu_table.py --parts lm --batch-sizes 16    # only some of the LM's rows, without MFU
     python tests/benchmarks/gpu_table.py --device cpu --tiny            # try it on a CPU, with tiny shapes
 
 It needs one GPU and no network: weights are random, in the shapes of the real models, and texts of random words fill
-every sequence. Each row is a run of the script's command line: `--steps` steps warm up and compile, then as many count.
-Rows are printed as they come. If a run is out of memory, its row says so, and the next run starts. All ends after
-`--minutes`. On a GPU the scripts compute fp32 in tf32.
+every sequence. Each row is a run of the script's command line: 20 steps warm up and compile, then `--steps` count. A
+step is one micro-batch. Rows are printed as they come. If a run is out of memory, its row says so, and the next run
+starts. All ends after `--minutes`. On a GPU the scripts compute fp32 in tf32.
+
+`waiting` is the share of the time in which training waited for its data, in `next(steps)`.
 
 MFU is model FLOP/s over the device's bf16 peak, in every precision. lm_multinode.py counts the Llama's FLOPs; T5's are
 three times what torch's FLOP counter finds in a forward pass. `predicted GiB` comes from will_it_fit.py, which traces
@@ -15,9 +17,11 @@ neither FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator handed out
 """
 
 import argparse
+import itertools
 import json
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -46,23 +50,22 @@ VARIANTS = {
 }
 
 
+WARM_UP = 20  # steps
+
+
 def prepare_lm(folder: Path, options) -> list:
     """Write texts and a tokenizer. Returns the flags of a run."""
-    made_up.write_texts(folder, texts=100 if options.tiny else 4000)
-    batch = 2 if options.tiny else 16
+    made_up.write_texts(folder, texts=100 if options.tiny else 1000)
     flags = ["--model", "tiny" if options.tiny else "150m", "--seq-length", 128 if options.tiny else 1024]
-    flags += ["--micro-batch-size", batch, "--global-batch-size", batch]
     flags += ["--dataset", f"{folder}/*.json.gz", "--tokenizer", folder, "--peak-tflops", options.peak_tflops]
     return [*flags, "--num-validation-texts", 20, "--validate-every", 10**6]
 
 
 def prepare_t5(folder: Path, options) -> list:
-    batch = 2 if options.tiny else 16
-    steps = 2 * options.steps
     shape = "tiny" if options.tiny else "t5-base"
-    made_up.write_articles(folder, int(1.2 * batch * steps) + 50, shape, mean=2500, sigma=0.05)  # longer than a source
-    flags = ["--model", folder, "--global-batch-size", batch, "--micro-batch-size", batch]
-    flags += ["--max-source-length", SOURCE, "--max-target-length", TARGET]
+    count = int(1.2 * max(options.batch_sizes) * (WARM_UP + options.steps)) + 50
+    made_up.write_articles(folder, count, shape, mean=2500, sigma=0.05)  # longer than a source
+    flags = ["--model", folder, "--max-source-length", SOURCE, "--max-target-length", TARGET]
     return [*flags, "--dataset", folder / "articles.csv", "--num-train-samples", 0, "--no-run-validation"]
 
 
@@ -76,14 +79,21 @@ def t5_flops_per_token(folder: Path) -> float:
 
 
 def measure(script: str, flags: list, output: Path, seconds: float) -> dict:
-    """The last record of a run, or a note why there is none."""
-    command = [sys.executable, shared.ROOT / script, *map(str, flags), "--output-dir", output]
+    """Speed, memory and the share of waiting after the warm-up, or a note why there are none."""
+    settings = json.dumps([[*map(str, flags), "--output-dir", str(output)]])
+    command = [sys.executable, shared.ROOT / "tests" / "forked.py", shared.ROOT / script, settings, '["time_loader"]']
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return {"note": "no time left"}
     if finished.returncode == 0:
-        return [record for record in shared.read_metrics(output) if "tokens/s" in record][-1]
+        _, *records = [record for record in shared.read_metrics(output) if "tokens/s" in record]
+        speed = statistics.harmonic_mean([record["tokens/s"] for record in records])
+        waits = json.loads((output / "loader-0.json").read_text())[WARM_UP:]
+        result = {"peak GiB": max(record["peak_gib"] for record in records), "tokens/s": speed}
+        if "mfu" in records[0]:
+            result["mfu"] = statistics.harmonic_mean([record["mfu"] for record in records])
+        return result | {"waits": sum(waits) / len(waits)}
     is_memory = re.search("OutOfMemoryError|out of memory", finished.stderr)
     return {"note": "out of memory" if is_memory else finished.stderr.strip().splitlines()[-1]}
 
@@ -102,21 +112,26 @@ def rows(part: str, folder: Path, options, deadline: float):
     script = {"lm": "lm_multinode.py", "t5": "t5_fsdp.py"}[part]
     flags = {"lm": prepare_lm, "t5": prepare_t5}[part](folder, options)
     flags += ["--device", options.device, "--num-processes", 1, "--no-save-model"]
-    flags += ["--max-steps", 2 * options.steps, "--log-every", options.steps]
+    flags += ["--max-steps", WARM_UP + options.steps, "--log-every", WARM_UP]
     flops = t5_flops_per_token(folder) if part == "t5" else 0
-    for index, (name, extra_flags) in enumerate(VARIANTS.items()):
+    sample_tokens = SOURCE + TARGET if part == "t5" else (128 if options.tiny else 1024)
+    for size, (name, extra_flags) in itertools.product(options.batch_sizes, VARIANTS.items()):
         if part == "lm" and "--fsdp-version" in extra_flags:
             continue
         seconds_left = deadline - time.monotonic()
         if seconds_left < 0:
             return
-        run_flags = [*flags, *extra_flags]
-        result = measure(script, run_flags, folder / f"output-{index}", seconds_left)
-        row = {part: name, "tokens/s": result.get("tokens/s", "-"), "mfu": result.get("mfu", "-")}
-        if part == "t5" and options.peak_tflops and "tokens/s" in result:
-            row["mfu"] = result["tokens/s"] * flops / (options.peak_tflops * 1e12)
+        run_flags = [*flags, "--micro-batch-size", size, "--global-batch-size", size, *extra_flags]
+        result = measure(script, run_flags, folder / f"output-{size}-{name}", seconds_left)
+        row = {part: name, "batch": size, "tokens/s": "-", "mfu": "-", "waiting": "-"}
+        if "tokens/s" in result:
+            row["tokens/s"] = speed = result["tokens/s"]
+            row["waiting"] = f"{result['waits'] * speed / (size * sample_tokens):.1%}"
+            row["mfu"] = result.get("mfu", "-")
+            if part == "t5" and options.peak_tflops:
+                row["mfu"] = speed * flops / (options.peak_tflops * 1e12)
         row["predicted GiB"] = predict(script, run_flags, folder, options)
-        yield row | {"peak GiB": result.get("peak_gib", "-"), "note": result.get("note", "")}
+        yield row | {"peak GiB": result.get("peak GiB", "-"), "note": result.get("note", "")}
 
 
 def main() -> None:
@@ -124,7 +139,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["lm", "t5"], choices=("lm", "t5"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
-    parser.add_argument("--steps", type=int, default=20, help="steps to warm up, and again as many that count")
+    parser.add_argument("--steps", type=int, default=100, help="steps that count, a multiple of 20")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 64], help="micro-batches")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="the GPU's peak in bf16, for MFU")
     parser.add_argument("--minutes", type=float, default=24.0, help="after which runs are stopped")
     options = parser.parse_args()
