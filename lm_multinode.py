@@ -593,6 +593,7 @@ def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] 
         batch_size=None,  # each item is a step
         num_workers=1,  # two would both yield every step
         collate_fn=tuple,  # changes nothing; the default would make tensors
+        pin_memory=world.device.type != "cpu",  # a thread receives steps while this one trains
         **common.WORKER_OPTIONS,
     )
     for arrays, positions in loader:

@@ -427,7 +427,8 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
     """Yield padded batches on this rank's device. `batches` has the indices of their articles."""
     workers = {}
     if world.device.type != "cpu":
-        workers = {"num_workers": 2, **common.WORKER_OPTIONS}
+        # pin_memory starts a thread that receives batches while this one trains.
+        workers = {"num_workers": 2, "pin_memory": True, **common.WORKER_OPTIONS}
     loader = DataLoader(
         articles.select_columns(["input_ids", "labels"]),
         batch_sampler=batches,
