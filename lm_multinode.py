@@ -20,10 +20,10 @@ from OpenDiLoCo (arXiv:2407.07852), which uses a batch of 512. Nobody has tried 
 `150m` has 149 million parameters in its layers, and 215 million with a vocabulary of 32,000.
 
 Where it departs from the page: texts are packed into full sequences (its code pads each text to
-1,024 tokens). The global batch is that of all processes. Gradients are sent after the last
-micro-batch (a mistake makes its code send them after each but the last). Each decoder layer is a
-unit (its code shards the model as a whole). The learning rate has a schedule. The strategies keep
-FSDP1's names, but use FSDP2 (t5_fsdp.py has both versions).
+1,024 tokens). The global batch is that of all processes. Gradients are reduced to shards after
+every micro-batch (its no_sync is --gradient-sync last, which needs far more memory). Each decoder
+layer is a unit (its code shards the model as a whole). The learning rate has a schedule. The
+strategies keep FSDP1's names, but use FSDP2 (t5_fsdp.py has both versions).
 """
 
 import copy
@@ -208,10 +208,10 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
     for index, micro_batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
 
-        # Reduce gradients to shards after every micro-batch. Otherwise every rank would keep those
-        # of the whole model until the last one (FSDP1's no_sync).
+        # Reduce gradients to shards after every micro-batch. With --gradient-sync last (FSDP1's
+        # no_sync), every rank keeps those of the whole model until the last one.
         model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
-        # Replicas average their shards once.
+        # Between replicas, average the shards once.
         model.set_requires_all_reduce(is_last)
         # Under ZeRO-2, parameters stay gathered until the last micro-batch.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
@@ -576,8 +576,7 @@ class Steps(IterableDataset):
                 sequences += itertools.islice(iterator, self.num_sequences)
             if len(sequences) < self.num_sequences * len(iterators):
                 return  # a stream has no texts
-            names = sequences[0]
-            arrays = {name: np.stack([row[name] for row in sequences]) for name in names}
+            arrays = {name: np.stack([row[name] for row in sequences]) for name in sequences[0]}
             yield arrays, [stream.state_dict() for stream in streams]
 
 

@@ -41,6 +41,7 @@ MODULES = {
 # ---- common.py -------------------------------------------------------------------------------------------------------
 UserError = common.UserError
 builtin_article = common.builtin_article
+WORKER_OPTIONS = common.WORKER_OPTIONS
 peak_gib = common.peak_gib
 train_tokenizer = common.train_tokenizer
 

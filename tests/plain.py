@@ -26,7 +26,7 @@ def adamw(model, weight_decay):
 def cross_entropy(model, batch):
     """The mean over all tokens of a batch of arrays."""
     logits = model(torch.from_numpy(batch["input_ids"])).logits
-    return F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch["labels"]).flatten())
+    return F.cross_entropy(logits.float().flatten(0, 1), torch.from_numpy(batch["labels"]).flatten())
 
 
 def train_plainly(optimizer, losses, schedule=lambda step: 1e-3, clip=1.0):

@@ -456,6 +456,17 @@ def test_the_pages_code_generates_from_an_export_and_a_checkpoint_and_plots(tmp_
 
 
 @pytest.mark.long
+def test_a_lost_connection_to_weights_and_biases_does_not_end_a_run(tiny_llama, tmp_path):
+    """This stands in for its package: its process has been killed, and every call fails."""
+    script = patched(tmp_path / "copy", "wandb") / "lm_multinode.py"
+    broken = "class Run:\n    def log(self, *_, **__):\n        raise ConnectionResetError\n"
+    (script.parent / "wandb.py").write_text(f"{broken}\ndef init(**_):\n    return Run()\n")
+    flags = (*LM, "--model", tiny_llama, "--max-steps", 2, "--checkpoint-every", 2)
+    run_many(script, {tmp_path / "output": flags}, 2)
+    assert len(curve(tmp_path / "output")) == 2 and (tmp_path / "output" / "model").exists()
+
+
+@pytest.mark.long
 def test_tensorboard_has_every_value_and_the_profiler_two_steps(tiny_llama, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

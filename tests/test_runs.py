@@ -1,8 +1,10 @@
 """Runs as users start them: scripts learn, save, compare, report what runs, and end when they should."""
 
+import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ import pytest
 from conftest import CLOSE, ROOT, SMALL, curve, hub, make_llama, make_model, records, run, run_many, succeed
 from plain import lm_validation_loss, t5_samples
 from rouge_score.rouge_scorer import RougeScorer
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 import inside
@@ -37,7 +40,8 @@ def test_mnist_compares_its_two_halves(small_mnist, tmp_path):
     flags = ("--model", "shallow", "--dataset", "mnist", "--data-dir", small_mnist, "--global-batch-size", 16)
     flags = (*flags, "--epochs", 1)
     flags = (*flags, "--min-num-params", 10_000_000)  # one unit, whose gathered weights must not count as state
-    finished = succeed("mnist_fsdp.py", *flags, "--save-model", "--output-dir", tmp_path)
+    # PET_NNODES is torchrun's, perhaps left from another command.
+    finished = succeed("mnist_fsdp.py", *flags, "--save-model", "--output-dir", tmp_path, PET_NNODES="2")
     assert re.search(torchrun_command(2, "mnist_fsdp.py", flags), finished.stdout, re.MULTILINE)
     local, sharded = records(tmp_path, "loss")
     assert (local["mode"], local["processes"]) == ("local", 1)
@@ -141,7 +145,9 @@ def test_the_lm_exports_what_it_trained(tmp_path):
     """A shorter `python lm_multinode.py`, with 30 instead of 500 steps, must also print what runs."""
     flags = ("--max-steps", 30, "--warmup-steps", 5, "--num-validation-texts", 50, "--precision", "fp32")
     flags = (*flags, "--log-every", 10, "--output-dir", tmp_path)
-    finished = succeed("lm_multinode.py", *flags, processes=2, fork=True)
+    scratch = tmp_path / (100 * "x")  # too long for a socket
+    scratch.mkdir()
+    finished = succeed("lm_multinode.py", *flags, processes=2, fork=True, TMPDIR=str(scratch))
     *_, last = records(tmp_path, "val_loss")
     assert last["perplexity"] == pytest.approx(math.exp(last["val_loss"]))
     steps = records(tmp_path, "loss", "grad_norm", "lr", "tokens/s", "peak_gib")
@@ -153,6 +159,28 @@ def test_the_lm_exports_what_it_trained(tmp_path):
     facts = ("2 x cpu", torch.__version__, "FULL_SHARD", f"{size:,}", f"{last['val_loss']:.4f}", str(model))
     for fact in facts:
         assert fact in finished.stdout
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_a_saved_model_has_the_dtype_that_it_began_with(dtype, tiny_model, tiny_llama, tmp_path):
+    """In bf16 it also has the validation loss that training reported. Without a dtype in its config, it is fp32."""
+    kinds = {"lm_multinode.py": (AutoModelForCausalLM, tiny_llama), "t5_fsdp.py": (AutoModelForSeq2SeqLM, tiny_model)}
+    for script, (kind, source) in kinds.items():
+        start = shutil.copytree(source, tmp_path / script)
+        if dtype:
+            kind.from_pretrained(source, dtype=dtype).save_pretrained(start)
+        else:
+            config = json.loads((start / "config.json").read_text())
+            (start / "config.json").write_text(json.dumps(config | {"dtype": None}))
+        flags = ("--model", start, "--max-steps", 2, "--precision", "bf16", "--num-validation-samples", 8)
+        if script == "lm_multinode.py":
+            flags = (*LM, *flags[:-2], "--precision", "bf16")
+        run_many(script, {tmp_path / "output" / script: flags}, 2)
+        [saved] = (tmp_path / "output" / script).glob("*/model.safetensors")
+        assert {str(tensor.dtype) for tensor in load_file(saved).values()} == {f"torch.{dtype or 'float32'}"}
+        assert kind.from_pretrained(saved.parent, dtype="auto").dtype == getattr(torch, dtype or "float32")
+    loss = lm_validation_loss(tmp_path / "output/lm_multinode.py/model", *LM, dtype=torch.bfloat16)
+    assert loss == pytest.approx(curve(tmp_path / "output/lm_multinode.py", "val_loss")[-1], abs=2e-3)
 
 
 def test_built_in_shapes_have_the_published_sizes():

@@ -77,6 +77,16 @@ def test_a_run_saves_when_its_terminal_closes(nohup, processes, tiny_llama, tmp_
 
 
 @pytest.mark.long
+def test_sigterm_in_the_first_half_of_mnist_ends_both(tmp_path):
+    with started("mnist_fsdp.py", "--epochs", 1000, "--model", "shallow", "--output-dir", tmp_path) as running:
+        while not (tmp_path / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        running.terminate()
+        assert running.wait() == 143
+        assert list(processes_of([str(running.pid)])) == []
+
+
+@pytest.mark.long
 def test_a_run_does_not_wait_for_a_worker_that_still_reads(tiny_llama, tmp_path):
     flags = (*LM, "--model", tiny_llama, "--max-steps", 1, "--no-save-model", "--output-dir", tmp_path)
     run_many("lm_multinode.py", [flags], 2, change=("read_without_end", 1))
