@@ -336,8 +336,8 @@ WORKER_OPTIONS = {
     # parent, instead of the training process.
     "multiprocessing_context": "fork" if sys.platform == "linux" else None,
     "worker_init_fn": protect_worker,
-    # Steps to prepare ahead. The LM's streams fill up at about the same step.
-    "prefetch_factor": 8,
+    # Steps to prepare ahead. The LM's streams fill up at about the same step, which takes long.
+    "prefetch_factor": 16,
 }
 
 
