@@ -122,13 +122,14 @@ def test_only_the_embedding_is_gathered_before_and_reduced_after_all_computation
 def test_diloco_replicas_wait_for_each_other_only_at_synchronizations(tiny_llama, tmp_path):
     """In between, no collective spans all processes: in each step it would cost a round trip on a slow network."""
     script = patched(tmp_path / "copy", "lm-diloco") / "lm_multinode.py"
-    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 16, "--max-steps", 2, "--validate-every", 2)
-    flags += ("--shards-per-replica", 2, "--local-steps", 2, "--sharding-strategy", "DILOCO", "--output-dir", tmp_path)
+    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 16, "--max-steps", 3, "--validate-every", 3)
+    flags += ("--shards-per-replica", 2, "--local-steps", 3, "--sharding-strategy", "DILOCO", "--output-dir", tmp_path)
     run_many(script, [flags], 4, change=("record_collectives",))
     for rank in range(4):
         calls_by_phase = read_collectives(tmp_path, rank)
         over_all = {phase for phase, calls in calls_by_phase.items() if any(size == 4 for *_, size in calls)}
-        assert over_all == {"after 0", "after 2"}  # "after 0" sends and validates the initial weights
+        # "after 0" sends and validates the initial weights; "after 2" begins to ask whether to stop at step 3.
+        assert over_all == {"after 0", "after 2", "after 3"}
 
 
 # ---- Nothing waits for the device ------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_what_is_printed_and_the_largest_batch():
     two_nodes = ("--processes-per-node", 2, "--network-gbits", 1, "--device-gib", 1)
     kinds = {size: cost_of(*tiny, "--micro-batch-size", size)["kinds"] for size in (1, 4)}
     # A step has 16 sequences on 4 processes. Micro-batches of 1 accumulate, in shards.
-    assert kinds[1]["gradients"] == pytest.approx(kinds[4]["gradients"], rel=0.3)
+    assert kinds[1]["gradients"] == pytest.approx(kinds[1]["parameters"], rel=0.3)
     assert kinds[1]["activations and buffers"] < kinds[4]["activations and buffers"]
     settings = [("--sweep", "micro-batch-size=1,4"), ("--sweep", "sharding-strategy", *two_nodes), ("--cpu-offload",)]
     settings.append(("--device", "cuda", "--compile", *two_nodes))  # neither --device nor --compile is traced
