@@ -98,7 +98,7 @@ def add_checkpoint_flags(group):
         "--checkpoint-every",
         default=0,
         type=at_least(0),
-        help="steps between checkpoints; 0: only when a signal stops the run",
+        help="steps between checkpoints (T5: and at an epoch's end); 0: only if a signal stops it",
     )
     add("--resume", action="store_true", help="continue from the newest checkpoint, if any")
 

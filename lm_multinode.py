@@ -873,7 +873,7 @@ def main(args, world):
         # Dropout must be the same after a resume, and differ between ranks. Seed after next(steps),
         # because a DataLoader draws a random number when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
-        any_rank_stops = common.ask_for_stops()
+        any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
         step_loss, grad_norm = train_step(args, world, model, optimizer, micro_batches)
         loss_sum += step_loss
 

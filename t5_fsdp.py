@@ -619,7 +619,7 @@ def main(args, world):
     if args.print_model:
         log.print(str(model))
 
-    def end_epoch(best_loss: float) -> float:
+    def validate_and_export(step: int, best_loss: float) -> float:
         """Validate, and save the model if it is the best so far. Return the lowest loss."""
         val_loss = math.inf
         if args.run_validation:
@@ -640,7 +640,7 @@ def main(args, world):
         best_loss = progress["best_loss"]
         log.print(f"resumed  from step {step} of {num_steps}")
         if progress["epoch_ends"]:  # the checkpoint is from before the validation
-            best_loss = end_epoch(best_loss)
+            best_loss = validate_and_export(step, best_loss)
     elif args.run_validation:
         validate(args, world, model, validation_set, collate, log, step)
 
@@ -660,7 +660,7 @@ def main(args, world):
         # Dropout must be the same after a resume, and differ between ranks. Seed after
         # next(batches), because a DataLoader draws a random number when it starts.
         torch.manual_seed(hash((args.seed, step, world.rank)))
-        any_rank_stops = common.ask_for_stops()
+        any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
         step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
         totals += step_totals
 
@@ -685,6 +685,7 @@ def main(args, world):
             totals.zero_()
 
             if save_now:
+                # Save first: if validation or export fails, --resume repeats only these.
                 progress = {
                     "step": step,
                     "epoch_ends": epoch_ends,
@@ -696,7 +697,7 @@ def main(args, world):
                 log.print(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
             if epoch_ends:
-                best_loss = end_epoch(best_loss)
+                best_loss = validate_and_export(step, best_loss)
             start = time.perf_counter()  # do not count validation and saving
 
     log.print(f"metrics  {log.path}, run {log.run}")
