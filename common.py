@@ -5,8 +5,11 @@ Copy this file together with a script. Everything about sharding is in the scrip
 
 import argparse
 import contextlib
+import csv
 import ctypes
 import gc
+import glob
+import itertools
 import json
 import logging
 import math
@@ -20,7 +23,6 @@ import signal
 import sys
 import time
 import traceback
-import warnings
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +43,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 from torch.distributed.tensor import DTensor
 
+import fsspec
 import numpy as np
+from fsspec.utils import infer_compression
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -57,13 +61,21 @@ class HelpFormatter(
 
 def make_parser(header: str) -> argparse.ArgumentParser:
     """argparse with a script's header as its help."""
+    # A shell replaces ~ in `--flag ~/file`, but not in `--flag=~/file`.
+    sys.argv = [argument.replace("=~/", f"={Path.home()}/") for argument in sys.argv]
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
         description=header,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.error = lambda message: fail(message, code=2)  # once, not from every process
+
+    def fail_once(message):  # not from every process
+        if message.startswith("unrecognized arguments") and "--" not in message:
+            message = f"{message[:200]}; put a pattern of file names between quotes"
+        fail(message, code=2)
+
+    parser.error = fail_once
     return parser
 
 
@@ -139,7 +151,8 @@ def run(main, args):
             )
         main(args, world)
     except (UserError, OSError) as error:  # OSError: files, disk, Hub
-        fail(" ".join(str(error).split()), code=2)
+        message = str(error).rpartition("UserError: ")[2]  # without a worker's traceback
+        fail(" ".join(message.split()), code=2)
     except dcp.api.CheckpointException as error:
         cause = str(error).splitlines()[-1]
         if shutil.disk_usage(args.output_dir).free < 2**20:  # PyTorch does not say so
@@ -577,15 +590,33 @@ def load_tokenizer(name: str | Path):
     # Or transformers creates one with only special tokens (and, for T5, a space).
     if len(tokenizer) <= len(tokenizer.all_special_ids) + 1:
         raise UserError(f"{name} has no tokenizer; save one there with tokenizer.save_pretrained")
-    tokenizer.padding_side = "right"
     return tokenizer
 
 
+def load_config(name: str, attention: str):
+    """Load the config of a folder or a Hub model. Raises UserError if it cannot be trained."""
+    from transformers import AutoConfig
+    from transformers.utils import find_adapter_config_file
+
+    try:
+        if find_adapter_config_file(name):
+            raise ValueError("it is a LoRA adapter; merge it into its base model")
+        config = AutoConfig.from_pretrained(name, attn_implementation=attention)
+        if hasattr(config, "quantization_config"):
+            raise ValueError("it is quantized; choose the model from which it was made")
+    except Exception as error:  # transformers raises many kinds
+        raise UserError(f"--model {name}: {error}") from error
+    return config
+
+
 def load_pretrained(kind, name: str, config):
-    """`kind.from_pretrained(name)` in fp32, ready to train. Raises UserError if weights are
-    missing: transformers would initialize them at random."""
+    """`kind.from_pretrained(name)` in fp32, ready to train. Raises UserError if it fails, or if
+    weights are missing: transformers would initialize them at random."""
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    model, info = kind.from_pretrained(name, **options)
+    try:
+        model, info = kind.from_pretrained(name, **options)
+    except Exception as error:  # transformers raises many kinds
+        raise UserError(f"cannot read the weights of --model {name}: {error}") from error
     if info["missing_keys"]:
         raise UserError(f"{name} has no weights for {', '.join(sorted(info['missing_keys']))}")
     return model.train()  # from_pretrained returns it in eval mode
@@ -647,6 +678,10 @@ def export(model, meta_model, dtype, tokenizer, folder: Path, world):
         # T5's config says true for every model, and other versions of transformers rely on it.
         head = meta_model.get_output_embeddings().weight
         meta_model.config.tie_word_embeddings = head is meta_model.get_input_embeddings().weight
+        # generate() must stop where this tokenizer ends texts.
+        for settings in (meta_model.config, meta_model.generation_config):
+            if tokenizer.eos_token_id not in np.atleast_1d(settings.eos_token_id):
+                settings.eos_token_id = tokenizer.eos_token_id
         try:
             replace_model(folder, meta_model, tensors, tokenizer)
         except (OSError, SafetensorError) as error:
@@ -730,15 +765,150 @@ def builtin_article(index: int) -> dict:
     }
 
 
-def load_articles(name: str, text_column: str, summary_column: str, max_summary_share: float):
-    """Return two `datasets.Dataset` of texts and summaries: 95% to train on and 5% to validate on.
+WIKIHOW = {"title", "text", "headline"}  # its columns
 
-    name: builtin; files (.csv, .tsv, .json, .jsonl, .parquet); a folder; or a Hub dataset, as NAME
-    or NAME:CONFIG. Raises UserError if it has no articles.
+
+def open_dataset(name: str, readers: dict[str, str], output_dir: Path):
+    """Return the builder of `datasets` for a file, a folder, a glob, a URL or a Hub dataset (NAME
+    or NAME:CONFIG). Its files to train on are in `config.data_files["train"]`.
+
+    readers: the reader of `datasets` for each ending of files. Raises UserError if the files have
+    no such ending, or need different readers.
     """
     import datasets  # a slow import that the MNIST scripts do not need
+    from datasets.data_files import DataFilesList, get_data_patterns
+
+    ending = re.compile(rf"\.({'|'.join(readers)})(\.gz|\.bz2|\.xz|\.zst)?(\?.*)?$", re.I)
+    path = Path(name).resolve()
+    exact = glob.escape(str(path))  # its name may have brackets
+    card = path / "README.md"  # if it has configs, they name files and say how to read them
+    has_configs = card.exists() and "\nconfigs:" in card.read_text(encoding="utf-8")
+    if path.is_dir() and not has_configs:
+        patterns = get_data_patterns(exact).get("train", [])
+        files = DataFilesList.from_patterns(patterns, base_path=exact)
+    elif path.is_file():
+        files = [str(path)]
+    elif ending.search(name) or re.search(r"[*?[]|://", name):
+        files = DataFilesList.from_patterns([name])
+    else:
+        return datasets.load_dataset_builder(*name.split(":"))
+
+    output = output_dir.resolve()
+    found = []
+    for file in filter(ending.search, files):
+        if "://" not in file:
+            from_run = output in Path(file).parents and output not in (path, *path.parents)
+            if from_run or os.path.getsize(file) == 0:
+                continue
+            file = glob.escape(file)
+        found.append(file)
+    kinds = {readers[ending.search(file)[1].lower()] for file in found}
+    if len(kinds) != 1:
+        raise UserError(
+            f"found {' and '.join(sorted(kinds)) or 'no'} files to train on; choose files of one"
+            f" kind ({', '.join(readers)}), for example by a glob in quotes: 'folder/*.jsonl'"
+        )
+    return datasets.load_dataset_builder(*kinds, data_files=found)
+
+
+def is_text(kind) -> bool:
+    """Whether an Arrow type is text, or a column has no values."""
+    return str(kind) in ("string", "large_string", "null")
+
+
+def read_rows(builder, files: list[str], columns: list[str], is_valid=is_text):
+    """Yield the rows of some files of a builder, with these columns. Raises UserError, with the
+    file's name, if it cannot be read, or if the Arrow type of a column is not valid."""
+    builder.config.columns = columns  # what to read of .parquet files
+    for file in files:
+        builder.config.data_files = {"train": [file]}
+        try:
+            rows = builder.as_streaming_dataset(split="train")
+            # Otherwise datasets requires the columns and types of the first rows in every file.
+            builder.info.features = None
+            rows.info.features = None
+            tables = rows.select_columns(columns).with_format("arrow")
+            for table in tables.iter(batch_size=200):
+                for field in table.schema:
+                    # If a column has several types, datasets has converted its values to JSON.
+                    if not is_valid(field.type):
+                        kind = str(field.type)[:60]
+                        raise TypeError(f"column {field.name} holds {kind}, not text")
+                yield from table.to_pylist()
+        except KeyError as error:
+            missing, names = (", ".join(n) for n in (columns, [*next(iter(rows))][:20]))
+            raise UserError(
+                f"{file} has no {missing}; choose --text-column from {names}"
+            ) from error
+        except Exception as error:  # each reader raises its own kind
+            raise UserError(f"{file}: {error}") from error
+
+
+def read_csv(files: list[str], columns: list[str], config):
+    """Yield these columns of CSV files as they are written, and WikiHow's title. Raises UserError
+    if a row does not fit the header, as where a text has a line break but no quotes around it.
+
+    config: of the builder. Its `sep`, `names` and `encoding` can come from a dataset's card.
+    """
+    csv.field_size_limit(2**31 - 1)  # characters of a text; the default is 131,072
+    for file in files:
+        compression = infer_compression(file.partition("?")[0])
+        encoding = config.encoding or "utf-8-sig"
+        with fsspec.open(file, "rt", compression, encoding, newline="") as lines:
+            first_line = "" if config.names else lines.readline()
+            for delimiter in ",;\t|" if config.sep == "," else [config.sep]:
+                options = {"delimiter": delimiter, "skipinitialspace": True}
+                header = config.names or next(csv.reader([first_line], **options))
+                if all(header.count(column) == 1 for column in columns):
+                    break
+            else:
+                raise UserError(
+                    f"{file} has no {' and '.join(columns)}, whether commas, semicolons, tabs or |"
+                    " divide it; choose --text-column and --summary-column from its first line:"
+                    f" {first_line[:300]!r}"
+                )
+            if set(header) == WIKIHOW:
+                columns = sorted(WIKIHOW)
+            num_needed = 1 + max(map(header.index, columns))
+
+            reader = csv.reader(lines, strict=True, **options)
+            try:
+                for row in check_rows(reader, len(header), num_needed):
+                    yield {column: row[header.index(column)] for column in columns}
+            except csv.Error as error:
+                raise UserError(
+                    f"{file}, line {reader.line_num}: {error}; write texts between quotes, and each"
+                    " quote in them twice"
+                ) from error
+
+
+def check_rows(rows, width: int, num_needed: int):
+    """Yield rows that have as many fields as the header. Empty last ones may be missing: Excel
+    drops them. Or all rows may end with a delimiter."""
+    rows = filter(None, rows)  # without empty lines
+    row_end = None
+    for is_short, block in itertools.groupby(rows, lambda row: len(row) < width):
+        block = list(block) if is_short else block
+        # Several short rows can be one that a line break divides.
+        if is_short and sum(map(len, block)) == width + len(block) - 1:
+            raise csv.Error("a line break in a row")
+        for row in block:
+            if row_end is None:
+                row_end = [""] if row[width:] == [""] else []
+            if row[width:] != row_end or len(row) < num_needed:
+                raise csv.Error(f"{len(row)} fields under a header of {width}")
+            yield row
+
+
+def load_articles(
+    name: str, text_column: str, summary_column: str, max_summary_share: float, output_dir: Path
+):
+    """Return two `datasets.Dataset` of texts and summaries: 95% to train on and 5% to validate on.
+
+    name: builtin, or what `open_dataset` takes. Raises UserError if it has no articles.
+    """
+    import datasets
     from datasets.packaged_modules.csv.csv import CsvConfig
-    from pandas.errors import ParserWarning
 
     # These functions are nested on purpose. datasets caches results under a hash of the function:
     # of its code if it is nested, but only of its name if it could be imported.
@@ -766,44 +936,33 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     def is_usable(text: str, summary: str) -> bool:
         return 0 < len(summary) <= max_summary_share * len(text)
 
+    def read(files: list[str]):
+        if isinstance(builder.config, CsvConfig):
+            yield from read_csv(files, columns, builder.config)
+        else:
+            # A list may hold the sentences of a text.
+            yield from read_rows(
+                builder, files, columns, lambda kind: is_text(getattr(kind, "value_type", kind))
+            )
+
     if dist.get_rank() != 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    ending = re.search(r"\.(csv|tsv|json|parquet)l?(\.gz|\.bz2|\.xz|\.zst)?$", name, re.I)
+    columns = [text_column, summary_column]
+    readers = {"csv": "csv", "tsv": "csv", "json": "json", "jsonl": "json", "parquet": "parquet"}
     try:
         if name == "builtin":
             rows = datasets.Dataset.from_list([builtin_article(i) for i in range(10_000)])
         else:
-            path, _, config_name = name.partition(":")
-            source = {"path": path, "name": config_name or None}
-            if ending:
-                source = {"path": ending[1].lower().replace("tsv", "csv"), "data_files": name}
-            config = datasets.load_dataset_builder(**source).config
-            if isinstance(config, CsvConfig):
-                [first, *_] = config.data_files["train"]
-                with open(datasets.DownloadManager().download_and_extract(first)) as file:
-                    header = file.readline()
-                source["sep"] = max(",;\t", key=header.count)
-                # Read texts as they are written: 007 is not 7, and NA is not a missing value.
-                source["converters"] = dict.fromkeys(range(1000), str)
-                source["keep_default_na"] = False
-                # A row with more fields than the header is an error, unless all rows just end with
-                # a delimiter.
-                source["index_col"] = False
-                warnings.simplefilter("error", ParserWarning)
-            rows = datasets.load_dataset(**source, split="train")
+            builder = open_dataset(name, readers, output_dir)
+            files = builder.config.data_files["train"]
+            rows = datasets.Dataset.from_generator(read, gen_kwargs={"files": files})
     except Exception as error:  # each reader raises its own kind
         raise UserError(f"--dataset {name}: {error.__cause__ or error}") from error
-
-    columns = [text_column, summary_column]
     for column in columns:
-        kind = rows.features.get(column)
-        kind = getattr(kind, "feature", kind)  # a list may hold the sentences
-        if kind not in (datasets.Value("string"), datasets.Value("large_string")):
-            raise UserError(
-                f"--dataset {name} has no texts in column {column}; choose --text-column and"
-                f" --summary-column from {rows.features}"
-            )
-    if set(rows.column_names) == {"title", "text", "headline"}:  # the columns of WikiHow
+        if column not in rows.column_names:
+            raise UserError(f"--dataset {name} has no column {column}, only {rows.column_names}")
+
+    if set(rows.column_names) == WIKIHOW:
         columns.append("title")
     articles = rows.map(clean, input_columns=columns, remove_columns=rows.column_names)
     articles = articles.filter(is_usable, input_columns=["text", "summary"])

@@ -33,7 +33,6 @@ import itertools
 import math
 import os
 import random
-import re
 import statistics
 import time
 import zlib
@@ -55,11 +54,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import transformers
 from transformers import (
     AttentionInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     PretrainedConfig,
@@ -235,6 +232,11 @@ def summed_loss(model: nn.Module, batch: dict) -> tuple:
     if getattr(output, "aux_loss", None) is not None:  # a mean over the targets
         num_targets = (batch["labels"] != -100).sum()
         balance = model.config.router_aux_loss_coef * output.aux_loss * num_targets
+    elif getattr(model.config, "output_router_logits", False):
+        raise common.UserError(
+            "--model has no loss that balances its experts; in its config.json, set"
+            " output_router_logits to false"
+        )
     return cross_entropy(output.logits, batch["labels"]), balance
 
 
@@ -265,9 +267,10 @@ def causal_sdpa(module, query, key, value, attention_mask, **options):
 AttentionInterface.register(ATTENTION, causal_sdpa)
 
 # Llamas that --model trains from random weights. Add a row for your own size, and set its --lr.
-# The vocabulary is the tokenizer's.
+# The vocabulary is the tokenizer's; without --tokenizer, one of 32,000 tokens (tiny: 2,048) is
+# trained on the texts.
 MODELS = {
-    # width (a multiple of heads), feed-forward width, layers, heads, key-value heads
+    # width, feed-forward width, layers, heads (a divisor of width), key-value heads (of heads)
     "tiny": (128, 352, 2, 4, 4),
     "150m": (1024, 2688, 12, 16, 16),  # PrimeIntellect/llama-150m-fresh
     "1b": (2048, 5632, 22, 32, 4),  # TinyLlama
@@ -286,13 +289,22 @@ def load_model(args, config) -> nn.Module:
 def make_meta_model(config) -> nn.Module:
     """Return the model on the meta device, where tensors have shapes but no memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Often the padding token is EOS, and nn.Embedding would never train its row.
+    model.get_input_embeddings().padding_idx = None
+    return model
 
 
 def load_config(args, tokenizer) -> PretrainedConfig:
     """Load the config of --model. Raises UserError if this script cannot train the model."""
     if args.model in MODELS:
         width, feed_forward, layers, heads, key_value_heads = MODELS[args.model]
+        if width % heads or heads % key_value_heads:
+            raise common.UserError(
+                f"MODELS: {args.model} needs a width that is a multiple of its {heads} heads, and"
+                f" these must be a multiple of its {key_value_heads} key-value heads"
+            )
+        num_tokens = 1 + max(tokenizer.get_vocab().values())
         return LlamaConfig(
             hidden_size=width,
             intermediate_size=feed_forward,
@@ -300,14 +312,16 @@ def load_config(args, tokenizer) -> PretrainedConfig:
             num_attention_heads=heads,
             num_key_value_heads=key_value_heads,
             rms_norm_eps=1e-5,
-            vocab_size=64 * math.ceil(len(tokenizer) / 64),  # fast on tensor cores
+            vocab_size=64 * math.ceil(num_tokens / 64),  # fast on tensor cores
             max_position_embeddings=args.seq_length,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             attn_implementation=ATTENTION,
         )
 
-    config = AutoConfig.from_pretrained(args.model, attn_implementation=ATTENTION)
+    config = common.load_config(args.model, ATTENTION)
+    if hasattr(config, "aux_loss_coef"):  # JetMoE's name
+        config.router_aux_loss_coef = config.aux_loss_coef
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if hasattr(config, name):
             setattr(config, name, 0.0)  # otherwise each rank would skip different layers
@@ -338,9 +352,11 @@ def load_config(args, tokenizer) -> PretrainedConfig:
     longest = min(getattr(config, name, None) or math.inf for name in limits)
     if args.seq_length > longest:
         reason = f"allows a --seq-length of {longest} at most"
-    # The only added token that texts contain is EOS. Others may lack a row in the embedding, as the
-    # image token of Gemma 3 does.
-    num_tokens = max(tokenizer.vocab_size, tokenizer.eos_token_id + 1)
+    # Special tokens that the tokenizer does not put into texts may lack a row in the embedding, as
+    # the image token of Gemma 3 does.
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    in_texts = {*tokenizer.get_vocab().values()} - special
+    num_tokens = 1 + max(*in_texts, *tokenize(["a"], tokenizer)[0])
     if num_tokens > config.vocab_size:
         reason = (
             f"has a vocabulary of {config.vocab_size}, but the tokenizer has {num_tokens} tokens"
@@ -358,7 +374,8 @@ def load_data(args, checkpoint: Path | None) -> tuple:
     if checkpoint or args.tokenizer or args.model not in MODELS:
         tokenizer = common.load_tokenizer(checkpoint or args.tokenizer or args.model)
     else:
-        tokenizer = common.train_tokenizer(to_train, vocab_size=2048, append_eos=False)
+        vocab_size = 2048 if args.model == "tiny" else 32_000
+        tokenizer = common.train_tokenizer(to_train, vocab_size, append_eos=False)
     if tokenizer.eos_token_id is None:
         raise common.UserError("the tokenizer has no EOS token to end texts with")
 
@@ -368,10 +385,6 @@ def load_data(args, checkpoint: Path | None) -> tuple:
             f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or"
             " a lower --seq-length"
         )
-    # Texts are packed in blocks. Choose the block size so that a block fills about 64 sequences.
-    sample = to_train[::10]
-    tokens_per_text = sum(map(len, tokenize(sample, tokenizer))) / len(sample)
-    texts.block_size = math.ceil(64 * args.seq_length / tokens_per_text)
     # With few texts, use fewer streams, so that none is empty.
     texts.max_streams = min(8, len(set(to_train)) // 12)
     # The checksum shows whether the data is the same on all nodes, and after a resume.
@@ -392,51 +405,24 @@ class Texts:
             return
 
         name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
-        ending = re.search(r"\.(json|parquet|txt)l?(\.gz|\.bz2|\.xz|\.zst)?$", name, re.I)
-        if os.path.isfile(name) and not ending:
-            raise common.UserError(f"--dataset {name} is no .txt, .json, .jsonl or .parquet file")
+        readers = {"txt": "text", "json": "json", "jsonl": "json", "parquet": "parquet"}
         try:
-            if ending:
-                kind = ending[1].lower().replace("txt", "text")
-                self.builder = datasets.load_dataset_builder(kind, data_files=name)
-            else:  # a folder; or NAME or NAME:CONFIG of the Hub
-                self.builder = datasets.load_dataset_builder(*name.split(":"))
-            self.paths = self.builder.config.data_files["train"]
-            self.builder.config.sample_by = "paragraph"  # for .txt files; other readers ignore it
-            first_row = next(iter(self.builder.as_streaming_dataset(split="train")), {})
+            self.builder = common.open_dataset(name, readers, args.output_dir)
         except Exception as error:  # each reader raises its own kind
-            raise common.UserError(f"cannot read --dataset {name}: {error}") from error
-
-        if self.column not in first_row:
-            raise common.UserError(
-                f"--dataset {name} has no column {self.column}; --text-column can be"
-                f" {', '.join(first_row)}"
-            )
-        self.builder.config.columns = [self.column]  # what to read of .parquet files
+            raise common.UserError(f"--dataset {name}: {error}") from error
+        self.builder.config.sample_by = "paragraph"  # for .txt files; other readers ignore it
+        self.paths = list(self.builder.config.data_files["train"])
         self.sizes = [os.path.getsize(path) if os.path.exists(path) else 1 for path in self.paths]
 
-    def open(self, paths: list[str], is_wanted=bool) -> datasets.IterableDataset:
-        """Stream the texts of some files that are not empty and wanted: by default all. Raises
-        UserError if the column holds anything but text."""
-
-        def are_wanted(table: pa.Table) -> list[bool]:
-            [column] = table.columns
-            # If a column has several types, datasets has converted its values to JSON.
-            if column.type not in (pa.string(), pa.large_string(), pa.null()):
-                raise common.UserError(f"--text-column {self.column} holds {column.type}, not text")
-            texts = column.to_pylist()
-            return [bool(text) and not text.isspace() and is_wanted(text) for text in texts]
-
+    def read(self, paths: list[str]):
+        """Yield the texts of some files that are not empty."""
         if self.builder is None:
-            rows = datasets.Dataset.from_dict({"text": builtin_texts()}).to_iterable_dataset()
-        else:
-            self.builder.config.data_files = {"train": paths}
-            rows = self.builder.as_streaming_dataset(split="train")
-            # Otherwise datasets requires the columns and types of the first rows in every file.
-            self.builder.info.features = None
-            rows.info.features = None
-        tables = rows.select_columns([self.column]).with_format("arrow")
-        return tables.filter(are_wanted, batched=True).with_format(None)
+            yield from builtin_texts()
+            return
+        for row in common.read_rows(self.builder, paths, [self.column]):
+            text = row[self.column]
+            if text and not text.isspace():
+                yield text
 
 
 def builtin_texts() -> list[str]:
@@ -453,26 +439,33 @@ def is_held_out(text: str) -> bool:
 
 
 def first_texts(args, texts: Texts) -> tuple[list[str], list[str]]:
-    """Return at most 2,000 texts to train on and --num-validation-texts held-out ones. They come
-    from ten files in turn, because files often differ in content."""
+    """Return the first texts to train on, and at most --num-validation-texts held-out ones, each
+    once. They come from ten files in turn, because files often differ in content."""
+    num_to_train = 2000
+    if args.model in MODELS and args.model != "tiny" and not args.tokenizer:
+        num_to_train = 50_000  # to train a tokenizer on
     paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))
     to_train = []
-    held_out = []
-    readers = [texts.open(paths[first::10]) for first in range(min(10, len(paths)))]
-    for row in itertools.chain.from_iterable(itertools.zip_longest(*readers)):
-        if row is None:  # this reader has ended
+    held_out = {}  # a dict keeps their order
+    num_characters = 0
+    readers = [texts.read(paths[first::10]) for first in range(min(10, len(paths)))]
+    for text in itertools.chain.from_iterable(itertools.zip_longest(*readers)):
+        if text is None:  # this reader has ended
             continue
-        text = row[texts.column]
-        side = held_out if is_held_out(text) else to_train
-        side.append(text)
-        if len(to_train) >= 2000 and len(held_out) >= args.num_validation_texts:
+        if is_held_out(text):
+            held_out[text] = True
+        else:
+            to_train.append(text)
+        num_characters += len(text)
+        is_enough = len(to_train) >= num_to_train and len(held_out) >= args.num_validation_texts
+        if is_enough or (num_characters > 1e8 and to_train and held_out):
             break
     if not to_train or not held_out:
         raise common.UserError(
             f"--dataset {args.dataset} has too few texts: {len(to_train) + len(held_out)} (in .txt"
             " files, empty lines separate them)"
         )
-    return to_train[:2000], held_out[: args.num_validation_texts]
+    return to_train[:num_to_train], list(held_out)[: args.num_validation_texts]
 
 
 def tokenize(texts: list[str], tokenizer) -> list[list[int]]:
@@ -516,21 +509,40 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
         is_my_part = zlib.crc32(text.encode()) // 20 % streams_per_group == index_in_group
         return is_my_part and not is_held_out(text)
 
-    def pack_block(block: list[str], text_indices: list[int]) -> dict:
-        token_lists = tokenize(block, tokenizer)
-        random.Random(hash((args.seed, index, text_indices[0]))).shuffle(token_lists)
-        return pack(token_lists, args.seq_length)
+    def read_lists(paths: list[str]):
+        """Yield lists of texts that are long enough for one sequence, if the file has so many."""
+        texts_of_list = []
+        num_characters = 0
+        for text in filter(is_mine, texts.read(paths)):
+            texts_of_list.append(text)
+            num_characters += len(text)
+            if num_characters > max(16_000, 4 * args.seq_length):
+                yield {"texts": texts_of_list}
+                texts_of_list = []
+                num_characters = 0
+        if texts_of_list:
+            yield {"texts": texts_of_list}
 
-    # Repeat before packing: then each pass has different blocks, in a different order.
-    my_texts = texts.open(paths, is_mine).repeat(None)
-    return my_texts.map(
-        pack_block,
-        input_columns=[texts.column],
-        with_indices=True,
-        batched=True,
-        batch_size=texts.block_size,
-        remove_columns=[texts.column],
-    )
+    def cut(lists: list[list[str]]) -> dict:
+        """Tokenize texts, and cut their tokens into pieces of at most one sequence."""
+        tokens = np.concatenate(tokenize(lists[0], tokenizer)).astype(int)
+        ends = range(args.seq_length, len(tokens), args.seq_length)
+        return {"tokens": np.split(tokens, ends)}
+
+    def pack_block(pieces: list[np.ndarray], indices: list[int]) -> dict:
+        """Pack some pieces in their order, and shuffle the sequences."""
+        sequences = pack(pieces, args.seq_length)
+        order = list(range(len(sequences["labels"])))
+        random.Random(hash((args.seed, index, indices[0]))).shuffle(order)
+        return {name: rows[order] for name, rows in sequences.items()}
+
+    # A block is a number of pieces, because texts can be very long or short. Repeat before packing:
+    # then each pass has different blocks, in a different order.
+    lists = datasets.IterableDataset.from_generator(read_lists, gen_kwargs={"paths": paths})
+    options = {"batched": True, "batch_size": 1, "remove_columns": ["texts"]}
+    pieces = lists.repeat(None).map(cut, input_columns=["texts"], **options)
+    options = {"batched": True, "batch_size": 100, "remove_columns": ["tokens"]}
+    return pieces.map(pack_block, input_columns=["tokens"], with_indices=True, **options)
 
 
 class Steps(IterableDataset):
@@ -832,7 +844,8 @@ def main(args, world):
         full_model = load_model(args, config)  # on the CPU
     meta_model = make_meta_model(config)
     common.untie(meta_model, full_model, world)
-    log.print(f"model    {args.model}, {common.describe_state(meta_model, shards)}")
+    vocabulary = f"{config.vocab_size:,} words in its vocabulary"
+    log.print(f"model    {args.model}, {vocabulary}, {common.describe_state(meta_model, shards)}")
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
         log.print(f"fsdp     every strategy, {args.precision}")

@@ -54,14 +54,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 import regex
 import transformers
 from nltk.stem import PorterStemmer
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
-    AutoConfig,
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
     T5Config,
@@ -319,7 +318,9 @@ def load_model(args, config) -> nn.Module:
     torch.manual_seed(args.seed)
     if args.model == "builtin":
         return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
-    return common.load_pretrained(AutoModelForSeq2SeqLM, args.model, config)
+    model = common.load_pretrained(AutoModelForSeq2SeqLM, args.model, config)
+    model.generation_config.decoder_start_token_id = config.decoder_start_token_id
+    return model
 
 
 def make_meta_model(config) -> nn.Module:
@@ -348,12 +349,18 @@ def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
         )
         return config, tokenizer
 
-    config = AutoConfig.from_pretrained(args.model)
+    config = common.load_config(args.model, "sdpa")
     if config.model_type not in ("t5", "mt5", "umt5"):
         raise common.UserError(
             f"--model {args.model} is not a T5; see docs/your-model-and-data.md for other models"
         )
-    return config, common.load_tokenizer(checkpoint or args.model)
+    # A T5Config of one's own does not say that its decoder starts with the padding token.
+    if getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id
+    tokenizer = common.load_tokenizer(checkpoint or args.model)
+    tokenizer.padding_side = "right"
+    tokenizer.truncation_side = "right"
+    return config, tokenizer
 
 
 def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> dict:
@@ -372,7 +379,11 @@ def load_data(args, checkpoint) -> tuple:
     """Return the config and tokenizer of the model, tokenized articles to train on and to validate
     on, and a hash that identifies the dataset."""
     train_set, validation_set = common.load_articles(
-        args.dataset, args.text_column, args.summary_column, args.max_summary_share
+        args.dataset,
+        args.text_column,
+        args.summary_column,
+        args.max_summary_share,
+        args.output_dir,
     )
     hashes = train_set["content_hash"][:] + validation_set["content_hash"][:]
     content = zlib.crc32(str(hashes).encode())
@@ -409,13 +420,17 @@ def steps_on_device(args, world, articles, collate, step: int):
     """Yield this rank's batch of each step after `step`, on its device, epoch after epoch. A step
     has the same articles on any number of processes. They have similar lengths, because padding is
     wasted work."""
+    batch_size = args.global_batch_size
     lengths = [len(ids) for ids in articles["input_ids"]]
-    epoch, done = divmod(step, len(articles) // args.global_batch_size)
+    steps_per_epoch = len(articles) // batch_size
+    epoch, done = divmod(step, steps_per_epoch)
     while True:
         generator = torch.Generator().manual_seed(args.seed + epoch)
-        sampler = LengthGroupedSampler(args.global_batch_size, lengths=lengths, generator=generator)
         # Articles that do not fill a batch are left out, different ones in each epoch.
-        batches = list(BatchSampler(sampler, args.global_batch_size, drop_last=True))
+        chosen = torch.randperm(len(articles), generator=generator)[: steps_per_epoch * batch_size]
+        lengths_of_chosen = [lengths[index] for index in chosen]
+        sampler = LengthGroupedSampler(batch_size, lengths=lengths_of_chosen, generator=generator)
+        batches = chosen[list(sampler)].view(-1, batch_size).tolist()
         random.Random(epoch).shuffle(batches)  # the sampler sorts them from long to short
         mine = [batch[world.rank :: world.size] for batch in batches[done:]]
         yield from batches_on_device(articles, mine, collate, world)

@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import hashlib
 import http.server
 import json
@@ -139,7 +140,7 @@ def hub(folder):
     """Serve the files of one model. Yields the variables that make a process use this server, and its requests."""
     requests = []
 
-    class Hub(http.server.SimpleHTTPRequestHandler):
+    class Hub(Files):
         def translate_path(self, path):
             requests.append(f"{self.command} {path}")
             return str(folder / path.partition("?")[0].rpartition("/resolve/main/")[2])
@@ -150,13 +151,22 @@ def hub(folder):
             self.send_header("ETag", hashlib.sha1(self.path.encode()).hexdigest())
             super().end_headers()
 
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
+    with serve(folder, Hub) as address:
         yield {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1"}, requests
+
+
+class Files(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def serve(folder, handler=Files):
+    """Serve the files of a folder. Yields the address."""
+    handler = functools.partial(handler, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 

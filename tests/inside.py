@@ -4,6 +4,7 @@ First come functions that tests call. Then come changes: `run_many(..., change=(
 script in each process, before its main runs. A change injects a fault or records what the script does.
 """
 
+import argparse
 import copy
 import functools
 import importlib.util
@@ -23,6 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+import datasets
+import numpy
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -97,7 +101,21 @@ t5_tokenize = t5_fsdp.tokenize
 def t5_articles(path, text="text", summary="headline"):
     """Two datasets of texts and summaries, for training and validation, as one process loads them."""
     with mock.patch("torch.distributed.get_rank", return_value=0):
-        return common.load_articles(str(path), text, summary, 0.75)
+        return common.load_articles(str(path), text, summary, 0.75, Path("output"))
+
+
+def t5_lengths_of_steps(lengths, batch_size, steps, rank, size):
+    """The lengths of the articles that a rank trains on, in some steps."""
+    articles = datasets.Dataset.from_dict(
+        {"input_ids": [[0] * length for length in lengths], "labels": [[0]] * len(lengths)}
+    )
+    args = argparse.Namespace(seed=1, global_batch_size=batch_size)
+
+    def collate(rows):
+        return {"lengths": numpy.array([len(row["input_ids"]) for row in rows])}
+
+    batches = t5_fsdp.steps_on_device(args, world_of(rank, size), articles, collate, 0)
+    return [length for batch in itertools.islice(batches, steps) for length in batch["lengths"].tolist()]
 
 
 def rouge(reference, summary):
@@ -112,10 +130,17 @@ LM_MODELS = tuple(lm_multinode.MODELS)
 lm_is_held_out = lm_multinode.is_held_out
 
 
-def lm_shape(name, vocabulary):
-    """The model of a built-in --model shape, on the meta device."""
-    tokenizer = mock.MagicMock(eos_token_id=1, __len__=lambda _: vocabulary)
-    return lm_multinode.make_meta_model(lm_multinode.load_config(parse("lm_multinode.py", "--model", name), tokenizer))
+def lm_shape(name, vocabulary, shape=None):
+    """The model of a built-in --model shape, on the meta device. `shape`: another row for it in the table."""
+    tokenizer = mock.MagicMock(eos_token_id=1, get_vocab=lambda: {"last": vocabulary - 1})
+    with mock.patch.dict(lm_multinode.MODELS, {name: shape or lm_multinode.MODELS[name]}):
+        config = lm_multinode.load_config(parse("lm_multinode.py", "--model", name), tokenizer)
+    return lm_multinode.make_meta_model(config)
+
+
+def lm_trained_tokenizer(args):
+    """The tokenizer that a run trains on its texts."""
+    return lm_multinode.load_data(args, None)[2]
 
 
 def lm_model(args):
@@ -141,7 +166,7 @@ def lm_data(args, tokenizer, script=lm_multinode):
 def lm_all_texts(args):
     """All texts of the dataset, sorted."""
     texts = lm_multinode.Texts(args)
-    return sorted(row[texts.column] for row in texts.open(texts.paths))
+    return sorted(texts.read(texts.paths))
 
 
 def lm_first_texts(args):

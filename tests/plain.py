@@ -107,12 +107,13 @@ def t5_samples(articles, tokenizer, source_length, target_length, prefix="summar
 
 def t5_ordered(samples, batch_size, seed=1):
     """The samples of each step of the first epoch. Samples of a step have similar lengths; the steps are shuffled."""
-    lengths = [len(sample["input_ids"]) for sample in samples]
     generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(samples), generator=generator).tolist()[: len(samples) // batch_size * batch_size]
+    lengths = [len(samples[index]["input_ids"]) for index in chosen]
     order = get_length_grouped_indices(lengths, batch_size, generator=generator)
-    steps = [order[first : first + batch_size] for first in range(0, len(order) - batch_size + 1, batch_size)]
+    steps = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     random.Random(0).shuffle(steps)
-    return [[samples[index] for index in step] for step in steps]
+    return [[samples[chosen[index]] for index in step] for step in steps]
 
 
 def t5_batches(samples, tokenizer, batch_size, seed=1):

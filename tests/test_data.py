@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import AFTER_ADAM, CACHES, SMALL, curve, losses, run_many, write_csv
+from conftest import AFTER_ADAM, CACHES, SMALL, curve, losses, run_many, serve, write_csv
 from test_errors import refuse
 from tokenizers.processors import TemplateProcessing
 
@@ -89,18 +89,6 @@ def write_kind(folder, kind):
     return write_rows(folder / "rows.jsonl", rows)
 
 
-def whole_texts(tokenizer, tokens):
-    """The texts in a row of tokens, in order. An EOS ends each text."""
-    pieces = np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_token_id) + 1)
-    return [tokenizer.decode(piece[:-1]).strip() for piece in pieces[:-1]]
-
-
-def stream_tokens(args, tokenizer, num_steps):
-    """The inputs of the first steps: one row of tokens for each stream."""
-    steps = itertools.islice(inside.lm_steps(args, tokenizer), num_steps)
-    return [np.concatenate([batch["input_ids"].ravel() for batch in stream]) for stream in zip(*steps, strict=True)]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chain_of_resumes_reads_what_one_run_reads(kind, tmp_path, tokenizer, small_blocks):
     """A run stops and resumes 30 times, anywhere in a block of texts, over several passes."""
@@ -162,30 +150,63 @@ def test_stopped_runs_resume_with_the_same_losses(tiny_llama, tmp_path):
     refuse("lm_multinode.py", *flags, "--output-dir", stopped, words=["--dataset", "has changed"])
 
 
+def sequences_of(args, tokenizer, num_steps):
+    """The sequences of the first steps, with the target of the last token: a list for each stream."""
+    steps = itertools.islice(inside.lm_steps(args, tokenizer), num_steps)
+    streams = zip(*steps, strict=True)
+    return [[row for step in stream for row in add_target(step)] for stream in streams]
+
+
+def add_target(step):
+    return np.hstack([step["input_ids"], step["labels"][:, -1:]])
+
+
 # Each pair of streams has its own files; all streams share four files; there is one file.
 @pytest.mark.parametrize("shards", [[15] * 40, [150] * 4, [250, 250, 85, 15], [600]])
 def test_every_text_comes_once_in_a_pass(shards, tmp_path, tokenizer):
     """Each text is in one stream, or held out because of its content. Passes and seeds have different orders."""
-    args = lm_args(write_shards(tmp_path, shards), seq_length=8, global_batch_size=80)
-    texts = sorted(text for text in map(make_text, range(600)) if not inside.lm_is_held_out(text))
-    assert 0.93 * 600 < len(texts) < 0.97 * 600
+    args = lm_args(write_shards(tmp_path, shards), seq_length=32, global_batch_size=80)
+    indices = [index for index in range(600) if not inside.lm_is_held_out(make_text(index))]
+    assert 0.93 * 600 < len(indices) < 0.97 * 600
     assert all(map(inside.lm_is_held_out, inside.lm_first_texts(args)[1]))
-    orders = [whole_texts(tokenizer, tokens) for tokens in stream_tokens(args, tokenizer, 95)]
+    streams = sequences_of(args, tokenizer, 40)
     args.seed = 2
-    assert whole_texts(tokenizer, stream_tokens(args, tokenizer, 10)[0])[:5] != orders[0][:5]
+    assert [list(rows[0]) for rows in sequences_of(args, tokenizer, 1)] != [list(rows[0]) for rows in streams]
 
     seen = []
-    for order in orders:
-        # Between two blocks, the beginning of a text can precede a whole one.
-        order = [re.search(r"no\n\d+( lorem)*$", text)[0] for text in order]
-        own = set(order)
-        passes = len(order) / len(own)
-        assert passes > 4 and max(collections.Counter(order).values()) < passes + 2
-        one_pass, next_pass = (set(itertools.pairwise(order[first:][: len(own)])) for first in (0, len(own)))
-        assert len(one_pass & next_pass) < 0.5 * len(own)
-        assert len(own) == pytest.approx(len(texts) / 8, rel=0.3)
-        seen += own
-    assert sorted(seen) == texts
+    for rows in streams:
+        # Of a text that two sequences share, only the end or only the beginning is visible.
+        begun = [re.findall(r"no\n(\d+)[ <]", tokenizer.decode(row)) for row in rows]
+        counts = collections.Counter(itertools.chain(*begun))
+        own = tokenizer([make_text(int(index)) for index in counts])["input_ids"]
+        passes = args.seq_length * len(rows) / sum(len(tokens) + 1 for tokens in own)
+        assert passes > 4 and max(counts.values()) < passes + 3  # a block has almost three passes
+        half = len(begun) // 2
+        assert begun[:half] != begun[half : 2 * half]
+        assert len(counts) == pytest.approx(len(indices) / 8, rel=0.3)
+        seen += map(int, counts)
+    assert sorted(seen) == indices
+
+
+@pytest.mark.parametrize("length", [64, 1024])
+def test_long_and_short_texts_are_trained_alike(length, tmp_path, tokenizer):
+    """Novels among notes, notes before novels, one very long text. In a pass of a stream, almost all words of each kind
+    are trained; the rest of each block is not. All streams give sequences."""
+    notes = [f"{index} ant" for index in range(4000)]
+    novels = ["bee " * 4000 + str(index) for index in range(40)]
+    mixed = random.Random(0).sample(notes + novels, len(notes + novels))
+    for texts in mixed, notes + novels, [*notes, "bee " * 100_000]:
+        path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+        args = lm_args(path, seq_length=length)
+        to_train = [text for text in texts if not inside.lm_is_held_out(text)]
+        num_tokens = sum(len(tokens) + 1 for tokens in tokenizer(to_train)["input_ids"])
+        stream = inside.lm_stream(args, tokenizer, index=0, num_streams=1)()
+        rows = [row["input_ids"] for row in itertools.islice(stream, num_tokens // length)]
+        trained = tokenizer.decode(np.concatenate(rows))
+        for word in ("ant", "bee"):
+            share = trained.count(word) / "".join(to_train).count(word)
+            assert 0.94 < share < 1.7, word  # the end of a pass may be the beginning of the next
+        assert len(sequences_of(args, tokenizer, 3)) == 8
 
 
 def test_the_first_texts_come_from_ten_files(tmp_path):
@@ -221,7 +242,8 @@ def test_kinds_of_texts_mix(dogs, dog_files, tmp_path):
         for file in range(files):
             write_rows(tmp_path / f"{kind}{file}.jsonl", rows[file::files])
     tokenizer = inside.train_tokenizer(["ant bee cat dog 0 1 2 3 4 5 6 7 8 9"] * 9, 300, append_eos=False)
-    texts = " ".join(map(tokenizer.decode, stream_tokens(lm_args(tmp_path), tokenizer, 60)))
+    rows = itertools.chain(*sequences_of(lm_args(tmp_path), tokenizer, 60))
+    texts = " ".join(map(tokenizer.decode, rows))
     counts = collections.Counter(re.findall("ant|bee|cat|dog", texts))
     assert 0.3 * total < counts.total() < 0.7 * total
     for kind, count in sizes.items():
@@ -229,25 +251,29 @@ def test_kinds_of_texts_mix(dogs, dog_files, tmp_path):
 
 
 def test_sequences_have_no_gap_and_no_padding(tmp_path, tokenizer):
-    """Consecutive inputs are texts, each with the tokenizer's special tokens and one EOS. Targets are one token later.
-    Special tokens inside a text are read as letters."""
+    """A sequence holds the end of a text, whole texts, and the beginning of a text, each with the tokenizer's special
+    tokens and one EOS. Targets are one token later. Special tokens inside a text are read as letters."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"bos_token": "<s>"})  # as Llama's and Gemma's tokenizers do
     special = [("<s>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=special)
     texts = [f"{make_text(index)} </s> <pad><s> {index}" for index in range(300)]
-    args = lm_args(write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts]), global_batch_size=1)
-    [steps] = zip(*itertools.islice(inside.lm_steps(args, tokenizer), 30), strict=True)  # fewer than a block
-    inputs, labels = (np.concatenate([batch[name].ravel() for batch in steps]) for name in ("input_ids", "labels"))
-    assert (labels[:-1] == inputs[1:]).all()
-    pieces = [piece.removeprefix("<s>").strip() for piece in whole_texts(tokenizer, inputs)]
-    assert len(pieces) > 10 and set(pieces) <= set(texts)
-    ids = tokenizer(pieces, split_special_tokens=True)["input_ids"]
-    expected = np.concatenate([[*tokens, tokenizer.eos_token_id] for tokens in ids])
-    assert inputs[: len(expected)].tolist() == expected.tolist()
-    assert (expected == tokenizer.bos_token_id).sum() == (expected == tokenizer.eos_token_id).sum() == len(pieces)
-    assert tokenizer.pad_token_id not in inputs
-    assert len(inputs) - len(expected) < 90  # a text that continues in the next sequence
+    args = lm_args(write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts]), seq_length=100)
+    for step in itertools.chain(*itertools.islice(inside.lm_steps(args, tokenizer), 30)):
+        assert (step["labels"][:, :-1] == step["input_ids"][:, 1:]).all()
+
+    ids = tokenizer(texts, split_special_tokens=True)["input_ids"]
+    whole = {(*tokens, tokenizer.eos_token_id) for tokens in ids}
+    beginnings = {tokens[:end] for tokens in whole for end in range(len(tokens))}
+    ends = {tokens[start:] for tokens in whole for start in range(len(tokens))}
+    num_whole = 0
+    for row in itertools.chain(*sequences_of(args, tokenizer, 30)):
+        first, *others, last = np.split(row, np.flatnonzero(row == tokenizer.eos_token_id) + 1)
+        assert tuple(first) in ends and tuple(last) in beginnings
+        assert {tuple(tokens) for tokens in others} <= whole
+        assert tokenizer.pad_token_id not in row
+        num_whole += len(others)
+    assert num_whole > 100
 
 
 def test_all_formats_hold_the_same_texts(tmp_path, monkeypatch):
@@ -396,17 +422,57 @@ def spreadsheet(delimiter=",", end="", header_end="", encoding="utf-8"):
     return "\r\n".join([*lines, ""]).encode(encoding)
 
 
+SHEET = sorted((TEXT.format(index), f"s{index}") for index in range(30))
+
+
 def test_a_csv_from_a_spreadsheet_is_read(tmp_path):
-    """Other delimiters, a byte-order mark, a delimiter after each row; compressed; by a pattern or an address."""
-    expected = sorted((TEXT.format(index), f"s{index}") for index in range(30))
-    for delimiter, encoding in itertools.product(",;\t", ("utf-8", "utf-8-sig")):
+    """Other delimiters, a byte-order mark, a delimiter after each row."""
+    for delimiter, encoding in itertools.product(",;\t|", ("utf-8", "utf-8-sig")):
         for end, header_end in (("", ""), (delimiter, ""), (delimiter, delimiter)):
             (tmp_path / "rows.csv").write_bytes(spreadsheet(delimiter, end, header_end, encoding))
-            assert pairs(tmp_path / "rows.csv") == expected
-    (tmp_path / "rows.tsv").write_bytes(spreadsheet("\t"))
-    (tmp_path / "ROWS.CSV.gz").write_bytes(gzip.compress(spreadsheet(";")))
-    for name in (tmp_path / "rows.tsv", tmp_path / "ROWS.CSV.gz", tmp_path / "*.csv", f"file://{tmp_path}/rows.csv"):
-        assert pairs(name) == expected
+            assert pairs(tmp_path / "rows.csv") == SHEET
+
+
+# Changes of a spreadsheet with commas: the old text, the new one; then the summary of article 7, or words of the error.
+CSV = {
+    "a quoted line break": (",s7,", ',"s\n7",', "s\n7"),
+    "a quoted delimiter": (",s7,", ',"s, 7",', "s, 7"),
+    "a space before a quote": (",s7,", ', "s, 7",', "s, 7"),
+    "a doubled quote": (",s7,", ',"say ""s""",', 'say "s"'),
+    "a quote inside": (",s7,", ',s "7",', 's "7"'),
+    "missing last cells": (",\r\n", "\r\n", "s7"),
+    "no last cell": (",Local\r\n", "\r\n", "s7"),
+    "empty lines": ("\r\n", "\r\r\n", "s7"),
+    "old line ends": ("\r\n", "\r", "s7"),
+    "other names": ("text,headline,section", "text, headline,section", "s7"),
+    "a line break in a summary": (",s7,", ",Cat 1\r\nin house,", "line 10:"),
+    "two line breaks in a summary": (",s7,", ",Cat 1\r\nin\r\nhouse,", "line 11:"),
+    "a line break in a text": ("7 is", "7\r\nis", "line 9:"),
+    "a delimiter in a text": ("7 is", "7, is", "line 8:"),
+    "a delimiter in a summary": (",s7,", ",s, 7,", "line 8:"),
+    "a quote that is not closed": ("Article 7", '"Article 7', "unexpected end"),
+    "a quote that another text closes": ("Article 7 is", '"Article 7" is', "line 8:"),
+    "backslashes before quotes": (",s7,", r',"say \"s\"",', "line 8:"),
+    "sep=": ("text,", "sep=,\r\ntext,", r"'sep=,\r\n'"),
+    "a comment": ("text,", "# my data\r\ntext,", "# my data"),
+    "an empty first line": ("text,", "\r\ntext,", r"'\r\n'"),
+    "two columns of one name": ("section", "text", "'text,headline,text"),
+    "another column": ("headline", "summary", "'text,summary,section"),
+    "another encoding": (",s7,", ",s\udce9,", "utf-8"),
+}
+
+
+@pytest.mark.parametrize("case", CSV)
+def test_a_csv_is_read_as_it_was_written_or_refused(case, tmp_path):
+    path = tmp_path / "rows.csv"
+    old, new, expected = CSV[case]
+    content = spreadsheet().decode()
+    assert old in content
+    path.write_bytes(content.replace(old, new).encode(errors="surrogateescape"))
+    try:
+        assert pairs(path) == sorted((text, expected if text == TEXT.format(7) else s) for text, s in SHEET)
+    except inside.UserError as error:
+        assert expected in str(error) and str(path if "utf" not in expected else "") in str(error)
 
 
 @pytest.mark.parametrize("row", [0, 1, 29])
@@ -418,10 +484,30 @@ def test_a_comma_without_quotes_is_refused_not_cut(row, tmp_path):
             lines = spreadsheet(end=end, header_end=header_end).decode().splitlines()
             lines[row + 1] = f"{TEXT.format(row)},Wash, peel,{section}{end}"
             path.write_text("\n".join(lines))
-            if row == 0 and (header_end or not section + end):
-                continue
-            with pytest.raises(inside.UserError, match=f"in line {row + 2}, saw" if row else "index_col"):
+            with pytest.raises(inside.UserError, match=r"line \d+: \d fields under a header"):
                 pairs(path)
+
+
+def test_each_csv_file_has_its_own_dialect(tmp_path):
+    """Several files with other delimiters and columns; compressed ones, written again; a card that says how to read."""
+    (tmp_path / "rows.csv").write_bytes(spreadsheet())
+    rows = [{"headline": "h", "text": TEXT.format(index), "id": index} for index in range(30, 60)]
+    write_csv(tmp_path / "more.csv", rows)
+    (tmp_path / "more.tsv").write_text((tmp_path / "more.csv").read_text().replace(",", "\t"))
+    (tmp_path / "more.csv").unlink()
+    expected = sorted(SHEET + [(row["text"], "h") for row in rows])
+    for name in (tmp_path, f"{tmp_path}/*.?sv", f"{tmp_path}/*"):
+        assert pairs(name) == expected
+
+    for delimiter in ",;":
+        (tmp_path / "ROWS.CSV.gz").write_bytes(gzip.compress(spreadsheet(delimiter)))
+        assert pairs(tmp_path / "ROWS.CSV.gz") == SHEET
+
+    card = "configs:\n- config_name: default\n  data_files: '*.csv'\n  sep: '#'\n  names: [headline, text]\n"
+    write_rows(tmp_path / "card/README.md", []).write_text(f"---\n{card}  encoding: utf-16\n---\n")
+    lines = [f"{summary}#{text}, and a comma" for text, summary in SHEET]
+    (tmp_path / "card/rows.csv").write_text("\n".join(lines), encoding="utf-16")
+    assert pairs(tmp_path / "card") == sorted((f"{text}, and a comma", summary) for text, summary in SHEET)
 
 
 @pytest.mark.parametrize("title", ["Weekly report {}", "Untitled", ""])
@@ -504,19 +590,83 @@ def test_a_column_without_texts_is_refused(kind, tmp_path):
     for column in ("text", "headline"):
         rows = {"text": [TEXT.format(index) for index in range(30)], "headline": ["s"] * 30}
         datasets.Dataset.from_dict(rows | {column: [NOT_TEXTS[kind]] * 30}).to_parquet(path)
-        with pytest.raises(inside.UserError, match=f"no texts in column {column};"):
-            pairs(path)
-        with pytest.raises(inside.UserError, match=f"{column} holds {kind}"):
-            inside.lm_all_texts(lm_args(path, text_column=column))
+        for read in (lambda: pairs(path), lambda c=column: inside.lm_all_texts(lm_args(path, text_column=c))):
+            with pytest.raises(inside.UserError, match=f"rows.parquet: column {column} holds {kind}"):
+                read()
 
 
+@pytest.mark.parametrize("number", [404, float("nan")])
 @pytest.mark.parametrize("row", [7, 299])
-def test_a_number_among_texts_is_refused(row, tmp_path, small_blocks):
+def test_a_number_among_texts_is_refused(row, number, tmp_path, small_blocks):
     """`datasets` would turn all texts of its block, and of later blocks, into JSON."""
     rows = [{"text": TEXT.format(index), "headline": "s"} for index in range(300)]
-    rows[row]["text"] = 404
+    rows[row]["text"] = number
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(inside.UserError, match=r"no texts in column text.*Json"):
-        pairs(path)
-    with pytest.raises(Exception, match=r"extension<arrow\.json>"):
-        inside.lm_all_texts(lm_args(path))
+    for read in (lambda: pairs(path), lambda: inside.lm_all_texts(lm_args(path))):
+        with pytest.raises(inside.UserError, match=r"(?s)rows.jsonl.*extension<arrow\.json>"):
+            read()
+
+
+SOME = [{"text": TEXT.format(index), "headline": "s"} for index in range(40)]
+PARAGRAPHS = "\n\n".join(row["text"] for row in SOME)
+# A --dataset, the files that it finds (rows, or bytes), and what each script reads: the number of texts, or the error.
+NAMES = {
+    "file[1].jsonl": ({"file[1].jsonl": SOME, "file1.jsonl": SOME[:9]}, 40, 40),
+    "set [v1]": ({"set [v1]/a.jsonl": SOME}, 40, 40),
+    "a:b.jsonl": ({"a:b.jsonl": SOME}, 40, 40),
+    "a:b": ({"a:b/c.jsonl": SOME}, 40, 40),
+    "what?.jsonl": ({"what?.jsonl": SOME, "what1.jsonl": SOME[:9]}, 40, 40),
+    "a.xml.txt": ({"a.xml.txt": PARAGRAPHS}, "found no files", 40),
+    "texts": ({"texts/a.xml.txt": PARAGRAPHS}, "found no files", 40),
+    ".": ({"a.jsonl": SOME, "output/lm_multinode/metrics.jsonl": SOME, "output/lm_multinode/b.json": SOME}, 40, 40),
+    "x.parquet": ({"x.parquet/part-0.parquet": SOME, "x.parquet/_SUCCESS": "", "x.parquet/.part.crc": "a"}, 40, 40),
+    "*.jsonl": ({"a.jsonl": SOME[:20], "b.jsonl": SOME[20:], "c.txt": "a"}, 40, 40),
+    "*": ({"a.jsonl": SOME, "b.parquet": SOME}, "json and parquet files", "json and parquet files"),
+    "both": ({"both/a.jsonl": SOME, "both/b.txt": PARAGRAPHS}, 40, "json and text files"),
+    "some": ({"some/a.parquet": SOME, "some/b.parquet": ""}, 40, 40),
+    "empty.parquet": ({"empty.parquet": ""}, "found no files", "found no files"),
+    "tests": ({"tests/test.jsonl": SOME}, "found no files", "found no files"),
+    "a.zip": ({"a.zip": "PK"}, "choose files of one kind", "choose files of one kind"),
+    "absent/*.jsonl": ({}, "found no files", "found no files"),
+    "absent.jsonl": ({}, "absent.jsonl'", "absent.jsonl'"),
+    "columns": ({"columns/a.jsonl": SOME, "columns/b.jsonl": [{"body": "a"}] * 9}, *["b.jsonl has no text"] * 2),
+    "numbers": ({"numbers/a.jsonl": SOME, "numbers/b.jsonl": [{"text": 1, "headline": "s"}]}, *["b.jsonl: column"] * 2),
+    "cut": ({"cut/a.parquet": SOME, "cut/b.parquet": "PAR1" * 9}, *["b.parquet: "] * 2),
+    "pandas.json": ({"pandas.json": '{"text": ' + json.dumps(dict(enumerate("a" * 999))) + "}"}, "no text", "struct<"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dataset_is_what_its_name_says(name, tmp_path, monkeypatch):
+    """What exists is read, whatever its name. All else is one short sentence."""
+    monkeypatch.chdir(tmp_path)
+    files, *results = NAMES[name]
+    for file, content in files.items():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            path.write_text(content)
+        elif path.suffix == ".parquet":
+            datasets.Dataset.from_list(content).to_parquet(path)
+        else:
+            write_rows(path, content)
+    for expected, read in zip(results, (pairs, lambda name: inside.lm_all_texts(lm_args(name))), strict=True):
+        if isinstance(expected, int):
+            assert len(read(name)) == expected
+        else:
+            with pytest.raises(inside.UserError) as caught:
+                read(name)
+            assert expected in str(caught.value) and len(str(caught.value)) < 700
+
+
+def test_files_on_a_server_are_read(tmp_path):
+    """By http, and with what follows the name in some addresses."""
+    write_rows(tmp_path / "rows.jsonl", SOME)
+    (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(spreadsheet(";")))
+    with serve(tmp_path) as address:
+        for end in ("", "?download=true"):
+            assert pairs(f"{address}/rows.csv.gz{end}") == SHEET
+            name = f"{address}/rows.jsonl{end}"
+            assert len(pairs(name)) == len(inside.lm_all_texts(lm_args(name))) == 40
+        with pytest.raises(inside.UserError, match=r"absent\.jsonl"):
+            pairs(f"{address}/absent.jsonl")

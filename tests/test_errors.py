@@ -48,7 +48,11 @@ USUAL = [
     ("lm_multinode.py --dataset absent*.jsonl", 1, "absent*.jsonl"),
     ("lm_multinode.py --dataset columns.jsonl", 2, "columns.jsonl", "text", "body"),
     ("lm_multinode.py --dataset one.txt", 1, "--dataset one.txt", "too few texts: 1", "empty lines"),
-    ("lm_multinode.py --dataset columns.csv", 1, "--dataset columns.csv", ".jsonl"),
+    ("lm_multinode.py --dataset columns.csv", 1, "--dataset columns.csv", "jsonl"),
+    ("lm_multinode.py --dataset one.txt some.jsonl mixed.jsonl", 1, "some.jsonl mixed.jsonl", "quotes"),
+    (f"{T5} --model quantized", 2, "--model quantized", "it is quantized"),
+    (f"{T5} --model adapter", 1, "--model adapter", "LoRA adapter"),
+    (f"{T5} --model cut", 2, "--model cut", "weights"),
     ("lm_multinode.py --dataset mixed.jsonl", 2, "text", "extension<arrow.json>"),
     ("lm_multinode.py --model headless", 2, "headless has no weights for lm_head.weight"),
     ("lm_multinode.py --tokenizer endless", 1, "EOS"),
@@ -66,6 +70,11 @@ RARE = [
     ("lm_multinode.py --dataset some.jsonl --seq-length 2048", 1, "texts", "--seq-length"),
     ("lm_multinode.py --model small --seq-length 64", 1, "--model small has a vocabulary of 9", "the tokenizer has"),
     ("lm_multinode.py --model added", 1, "--model added", "the tokenizer has"),
+    ("lm_multinode.py --model words", 1, "--model words", "the tokenizer has 301"),
+    ("lm_multinode.py --model remote", 1, "--model remote", "trust_remote_code"),
+    ("lm_multinode.py --model pointer", 1, "--model pointer", "weights"),
+    ("lm_multinode.py --model unbalanced --tokenizer small", 1, "output_router_logits"),
+    ("lm_multinode.py --dataset late --num-validation-texts 9 --seq-length 8", 1, "99.jsonl", "holds int64"),
     (f"{T5} --lr 1e30 --precision fp32 --no-run-validation --checkpoint-every 2", 1, "finite", "--lr"),
     (f"{MNIST} --lr 1e30 --model shallow --global-batch-size 16 --mode fsdp", 2, "finite", "--lr"),
     ("mnist_fsdp_xpu.py --device cpu --global-batch-size 99998", 2, "do not fill --global-batch-size"),
@@ -82,6 +91,10 @@ def files(tmp_path_factory, articles_csv, tiny_llama):
     for name, content in {"some": rows, "mixed": [*rows, {"text": 404}], "columns": [{"body": "a"}]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     (folder / "one.txt").write_text("A line.\n" * 99)
+    (folder / "late").mkdir()
+    for index in range(100):
+        lines = [json.dumps({"text": 404 if index == 99 else f"{index} {row}"}) + "\n" for row in range(100)]
+        (folder / f"late/{index}.jsonl").write_text("".join(lines))
     (folder / "columns.csv").write_text("body,abstract\na,b\n")
     (folder / "empty.csv").write_text("text,headline\na,\n")
     (folder / "file").touch()
@@ -112,6 +125,26 @@ def files(tmp_path_factory, articles_csv, tiny_llama):
     endless.save_pretrained(folder / "endless")
     LlamaConfig(vocab_size=9).save_pretrained(folder / "small")
     T5Config().save_pretrained(folder / "t5-bare")
+
+    for name in ("quantized", "adapter", "cut"):
+        shutil.copytree(folder / "t5", folder / name)
+    T5Config(quantization_config={"quant_method": "gptq", "bits": 4}).save_pretrained(folder / "quantized")
+    (folder / "adapter/adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (folder / "cut/model.safetensors").write_bytes((folder / "t5/model.safetensors").read_bytes()[:-9])
+    for name in ("pointer", "words", "remote"):
+        shutil.copytree(tiny_llama, folder / name)
+    (folder / "pointer/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    (folder / "remote/config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}')
+    words = train_tokenizer(["0 1"], 300, append_eos=False)
+    words.add_tokens([f"word{index}" for index in range(301 - len(words))])
+    words.save_pretrained(folder / "words")
+    LlamaConfig(vocab_size=300).save_pretrained(folder / "words")
+    shape = {"hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"vocab_size": 512}
+    config = AutoConfig.for_model(
+        "afmoe", **shape, num_experts=4, num_experts_per_tok=2, head_dim=8, output_router_logits=True
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "unbalanced")
     return folder
 
 

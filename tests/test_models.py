@@ -4,6 +4,7 @@ Their losses equal those of plain transformers, with the model's own eager atten
 each strategy, and after a resume on another number of processes.
 """
 
+import collections
 import itertools
 import json
 import math
@@ -21,6 +22,7 @@ from conftest import (
     VERSIONS,
     curve,
     fsdp,
+    make_llama,
     make_model,
     make_tokenizer,
     run_many,
@@ -31,7 +33,19 @@ from safetensors.torch import load_file
 from sentencepiece import SentencePieceTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 
-from inside import LM_STRATEGIES, lm_mfu_per_token_per_second, lm_model, parse, t5_articles, world_of
+from inside import (
+    LM_MODELS,
+    LM_STRATEGIES,
+    UserError,
+    lm_mfu_per_token_per_second,
+    lm_model,
+    lm_shape,
+    lm_trained_tokenizer,
+    parse,
+    t5_articles,
+    t5_lengths_of_steps,
+    world_of,
+)
 
 LENGTH = 32  # the --seq-length of SMALL
 STEPS = 3
@@ -58,6 +72,7 @@ KINDS = {
     # Two or four processes cannot divide three experts.
     "mixtral": {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2},
     "qwen3_moe": {**GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+    "jetmoe": {**SHAPE, "num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 CAUSAL = {kind: AutoConfig.for_model(kind, **options) for kind, options in KINDS.items()}
 
@@ -85,6 +100,12 @@ def causal(tmp_path_factory):
 
 
 EAGER = {"attn_implementation": "eager"}
+
+
+def change(file, **settings):
+    """Change settings in a JSON file. None removes one."""
+    settings = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
 
 
 def check_model(model, folder):
@@ -164,17 +185,18 @@ def test_mfu_counts_the_flops_of_a_token(causal):
 
 
 @pytest.mark.long
-def test_experts_are_balanced_as_by_transformers(causal, tmp_path):
+@pytest.mark.parametrize("name, coefficient", [("mixtral", "router_aux_loss_coef"), ("jetmoe", "aux_loss_coef")])
+def test_experts_are_balanced_as_by_transformers(name, coefficient, causal, tmp_path):
     """If the config asks for it, gradients are those of transformers' own loss. `loss` is only the cross-entropy."""
-    config = AutoConfig.from_pretrained(causal / "mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
-    model = AutoModelForCausalLM.from_pretrained(causal / "mixtral", config=config)
-    tokenizer = AutoTokenizer.from_pretrained(causal / "mixtral")
+    config = AutoConfig.from_pretrained(causal / name, output_router_logits=True, **{coefficient: 0.5})
+    model = AutoModelForCausalLM.from_pretrained(causal / name, config=config)
+    tokenizer = AutoTokenizer.from_pretrained(causal / name)
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     flags = (*LM, "--micro-batch-size", 16, "--max-steps", 1)  # one micro-batch: the loss is not linear in it
     settings = {
-        tmp_path / name: (*flags, "--model", folder)
-        for name, folder in (("balanced", tmp_path / "model"), ("unbalanced", causal / "mixtral"))
+        tmp_path / run: (*flags, "--model", folder)
+        for run, folder in (("balanced", tmp_path / "model"), ("unbalanced", causal / name))
     }
     run_many("lm_multinode.py", settings, 1)
     args = parse("lm_multinode.py", *flags)
@@ -183,10 +205,45 @@ def test_experts_are_balanced_as_by_transformers(causal, tmp_path):
     output.loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     assert curve(tmp_path / "balanced", "grad_norm") == [pytest.approx(norm, rel=1e-4)]
-    assert abs(curve(tmp_path / "unbalanced", "grad_norm")[0] / norm - 1) > 1e-3
+    assert abs(curve(tmp_path / "unbalanced", "grad_norm")[0] / norm - 1) > 3e-4
     assert curve(tmp_path / "balanced") == pytest.approx(curve(tmp_path / "unbalanced"), **CLOSE)
     expected = (output.loss - 0.5 * output.aux_loss).item()
     assert curve(tmp_path / "balanced") == [pytest.approx(expected, **CLOSE)]
+
+
+def test_the_exported_model_ends_texts_as_its_tokenizer_does(tmp_path):
+    """The base has another EOS, and its padding token is the tokenizer's EOS. That token is trained, too. The tokenizer
+    pads left, as before."""
+    models = {"one": 5, "several": [5, 1]}
+    for name, eos in models.items():
+        base = make_llama(tmp_path / name, pad_token_id=1)
+        for file in ("config.json", "generation_config.json"):
+            change(base / file, eos_token_id=eos)
+        change(base / "tokenizer_config.json", padding_side="left")
+    settings = {tmp_path / name / "out": (*LM, "--model", tmp_path / name) for name in models}
+    run_many("lm_multinode.py", settings, 2)
+    for name, eos in {"one": 1, "several": [5, 1]}.items():
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name / "out/model")
+        assert exported.config.eos_token_id == exported.generation_config.eos_token_id == eos
+        assert AutoTokenizer.from_pretrained(tmp_path / name / "out/model").padding_side == "left"
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert (exported.get_input_embeddings().weight - base.get_input_embeddings().weight)[1].abs().max() > 1e-3
+
+
+def test_a_tokenizer_is_as_large_as_its_model_wants(tmp_path):
+    """As far as the texts have words. `--model tiny` gets 2,048 tokens."""
+    sizes = {}
+    for name in LM_MODELS:
+        tokenizer = lm_trained_tokenizer(parse("lm_multinode.py", "--model", name))
+        sizes[name] = len(tokenizer)
+    assert sizes["tiny"] == 2048 and 4000 < sizes["150m"] <= 32_000
+    assert {sizes[name] for name in LM_MODELS} == {sizes["tiny"], sizes["150m"]}
+
+
+@pytest.mark.parametrize("shape", [(100, 352, 2, 3, 3), (128, 352, 2, 4, 3)])
+def test_heads_must_divide(shape):
+    with pytest.raises(UserError, match=r"MODELS: tiny .* multiple"):
+        lm_shape("tiny", 2048, shape)
 
 
 # ---- T5 --------------------------------------------------------------------------------------------------------------
@@ -202,10 +259,39 @@ def load_and_validate(folder, articles_csv):
         return model, t5_loss(model.eval(), batch).item()
 
 
+def test_settings_in_a_t5s_files_do_not_change_what_it_learns(articles_csv, tmp_path):
+    """Eager attention would attend to padding, and a tokenizer could cut the beginnings of texts. A T5Config() of one's
+    own has no `decoder_start_token_id`."""
+    base = make_model(tmp_path / "base")
+    changed = {name: shutil.copytree(base, tmp_path / name) for name in ("eager", "left", "no start")}
+    change(changed["eager"] / "config.json", attn_implementation="eager")
+    change(changed["left"] / "tokenizer_config.json", padding_side="left", truncation_side="left")
+    for file in ("config.json", "generation_config.json"):
+        change(changed["no start"] / file, decoder_start_token_id=None)
+    flags = (*T5, "--dataset", articles_csv, "--max-source-length", 20, "--model")
+    run_many("t5_fsdp.py", {folder / "out": (*flags, folder) for folder in (base, *changed.values())}, 2)
+    for folder in changed.values():
+        check_same(folder / "out", base / "out")
+        assert curve(folder / "out", "rouge1") == curve(base / "out", "rouge1")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_article_is_left_out_more_often_because_of_its_length(processes):
+    """Of 300 articles, 12 do not fill a batch of 32. In 100 epochs each is left out about 4 times."""
+    seen = collections.Counter()
+    lengths = [1 + index for index in range(300)]
+    for rank in range(processes):
+        seen.update(t5_lengths_of_steps(lengths, batch_size=32, steps=900, rank=rank, size=processes))
+    left_out = [100 - seen[length] for length in lengths]
+    assert sum(left_out) == 100 * 12
+    for part in (left_out[:75], left_out[75:150], left_out[150:]):
+        assert sum(part) / len(part) == pytest.approx(4, abs=1)
+
+
 @pytest.mark.long
-def test_sentencepiece_tokenizers_work_and_may_pad_left(articles_csv, tmp_path):
-    """mT5 and T5 1.1 have a spiece.model and no tokenizer.json. The side of the padding changes nothing. The script
-    refuses summaries in letters that the tokenizer does not know."""
+def test_sentencepiece_tokenizers_work(articles_csv, tmp_path):
+    """mT5 and T5 1.1 have a spiece.model and no tokenizer.json. The script refuses summaries in letters that the
+    tokenizer does not know."""
     model = make_model(tmp_path / "model")
     for file in model.glob("tokenizer*"):
         file.unlink()
@@ -216,12 +302,8 @@ def test_sentencepiece_tokenizers_work_and_may_pad_left(articles_csv, tmp_path):
     shutil.copy(f"{prefix}.model", model / "spiece.model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert len(tokenizer) > 90
-    left = shutil.copytree(model, tmp_path / "left")
-    tokenizer.padding_side = "left"
-    tokenizer.save_pretrained(left)
-    settings = {folder / "out": (*T5, "--dataset", articles_csv, "--model", folder) for folder in (model, left)}
-    run_many("t5_fsdp.py", settings, 1)
-    check_same(left / "out", model / "out")
+    run_many("t5_fsdp.py", {model / "out": (*T5, "--dataset", articles_csv, "--model", model)}, 1)
+    assert len(curve(model / "out")) == 2
 
     rows = [
         {"text": f"Вымойте яблоки и груши {index} раз, потом почистите.", "headline": "Вымойте груши."}

@@ -46,6 +46,13 @@ T5 = {  # d_model, d_ff, layers, heads and d_kv of the models on the Hub
 }
 
 
+def positive(text: str) -> float:
+    """An argparse type."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not larger than 0")
+    return float(text)
+
+
 def fail(message: str) -> None:
     print(f"will_it_fit.py: error: {message}", file=sys.stderr)
     sys.exit(2)
@@ -69,13 +76,17 @@ def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
         return transformers.T5Config(**shape, decoder_start_token_id=0)
 
     if hasattr(script, "load_config"):  # the LM script, which takes the vocabulary from a tokenizer
-        tokenizer = mock.MagicMock(vocab_size=0, eos_token_id=0, __len__=lambda _: vocabulary)
-        return script.load_config(args, tokenizer)
+        if args.tokenizer:
+            return script.load_config(args, script.common.load_tokenizer(args.tokenizer))
+        last = vocabulary - 1 if args.model in script.MODELS else 0
+        script.tokenize = lambda *_: [[0]]
+        return script.load_config(args, mock.MagicMock(eos_token_id=0, get_vocab=lambda: {"last": last}))
     articles = None
     if args.model == "builtin":  # the script trains its tokenizer on the articles, which sets the vocabulary
         with contextlib.redirect_stdout(None):
-            articles, _ = script.common.load_articles(args.model, "text", "headline", args.max_summary_share)
-    script.common.load_tokenizer = lambda _: None  # the folder may have none
+            columns = ("text", "headline")
+            articles, _ = script.common.load_articles(args.model, *columns, args.max_summary_share, args.output_dir)
+    script.common.load_tokenizer = mock.MagicMock()  # the folder may have none
     return script.load_config_and_tokenizer(args, None, articles)[0]
 
 
@@ -139,7 +150,7 @@ class Run:
         self.args.compile = False
         self.is_lm = hasattr(self.args, "seq_length")
         self.size = self.args.num_processes or 2
-        on_node = min(self.size, options.per_node)
+        on_node = min(self.size, int(options.per_node))
         self.world = self.script.common.World(0, 0, self.size, on_node, torch.device("cpu"))
         self.script.common.divide_batch(self.args, self.world, default=16 if self.is_lm else 32)  # as main does
 
@@ -435,11 +446,11 @@ def main() -> None:
     add = parser.add_argument
     add("script", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
     add("--gpu", default="H100", choices=GPUS, help="the GPU: its memory, its speed, its link inside a node")
-    add("--device-gib", type=float, help="memory of another GPU in GiB, as PyTorch reports it")
+    add("--device-gib", type=positive, help="memory of another GPU in GiB, as PyTorch reports it")
     add("--sweep", default="", help="flag=value,value: one row per value; sharding-strategy alone: all strategies")
-    add("--network-gbits", type=float, nargs="+", default=[100], help="Gbit/s of a node's network; one or several")
-    add("--processes-per-node", dest="per_node", type=int, default=8, help="GPUs of a node")
-    add("--vocabulary", type=int, default=32_000, help="tokens of the tokenizer, for a model from the LM's MODELS")
+    add("--network-gbits", type=positive, nargs="+", default=[100], help="Gbit/s of a node's network; one or several")
+    add("--processes-per-node", dest="per_node", type=positive, default=8, help="GPUs of a node")
+    add("--vocabulary", type=int, default=32_000, help="tokens of the tokenizer, for a MODELS row without --tokenizer")
     add("--attention", default="gpu", choices=("gpu", "cpu"), help="the device whose attention and dropout are used")
     add("--plot", help="draw the memory over a step into this file, one panel per row; needs matplotlib")
     options, flags = parser.parse_known_args()
