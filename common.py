@@ -817,69 +817,75 @@ def is_text(kind) -> bool:
 
 
 def read_rows(builder, files: list[str], columns: list[str], is_valid=is_text):
-    """Yield the rows of some files of a builder, with these columns. Raises UserError, with the
-    file's name, if it cannot be read, or if the Arrow type of a column is not valid."""
-    builder.config.columns = columns  # what to read of .parquet files
+    """Yield these columns of some files. Raises UserError, with the file's name, if it cannot be
+    read, or if the Arrow type of a column is not valid."""
     for file in files:
-        builder.config.data_files = {"train": [file]}
         try:
-            rows = builder.as_streaming_dataset(split="train")
-            # Otherwise datasets requires the columns and types of the first rows in every file.
-            builder.info.features = None
-            rows.info.features = None
-            tables = rows.select_columns(columns).with_format("arrow")
-            for table in tables.iter(batch_size=200):
-                for field in table.schema:
-                    # If a column has several types, datasets has converted its values to JSON.
-                    if not is_valid(field.type):
-                        kind = str(field.type)[:60]
-                        raise TypeError(f"column {field.name} holds {kind}, not text")
-                yield from table.to_pylist()
-        except KeyError as error:
-            missing, names = (", ".join(n) for n in (columns, [*next(iter(rows))][:20]))
-            raise UserError(
-                f"{file} has no {missing}; choose --text-column from {names}"
-            ) from error
+            if builder.name == "csv":
+                yield from read_csv(file, columns, builder.config)
+            else:
+                yield from read_tables(builder, file, columns, is_valid)
         except Exception as error:  # each reader raises its own kind
             raise UserError(f"{file}: {error}") from error
 
 
-def read_csv(files: list[str], columns: list[str], config):
-    """Yield these columns of CSV files as they are written, and WikiHow's title. Raises UserError
-    if a row does not fit the header, as where a text has a line break but no quotes around it.
+def read_tables(builder, file: str, columns: list[str], is_valid):
+    builder.config.columns = columns  # what to read of a .parquet file
+    builder.config.data_files = {"train": [file]}
+    rows = builder.as_streaming_dataset(split="train")
+    # Otherwise datasets requires the columns and types of the first rows in every file.
+    builder.info.features = None
+    rows.info.features = None
+    try:
+        for table in rows.select_columns(columns).with_format("arrow").iter(batch_size=200):
+            for field in table.schema:
+                # If a column has several types, datasets has converted its values to JSON.
+                if not is_valid(field.type):
+                    kind = str(field.type)[:60]
+                    raise TypeError(f"column {field.name} holds {kind}, not only text or null")
+            yield from table.to_pylist()
+    except KeyError as error:
+        names = ", ".join([*next(iter(rows))][:20])
+        raise UserError(
+            f"it has no {' and '.join(columns)}; choose --text-column from {names}"
+        ) from error
+
+
+def read_csv(file: str, columns: list[str], config):
+    """Yield these columns of a CSV file as it was written, and WikiHow's title. Raises csv.Error if
+    a row does not fit the header, as where a text has a line break but no quotes around it.
 
     config: of the builder. Its `sep`, `names` and `encoding` can come from a dataset's card.
     """
     csv.field_size_limit(2**31 - 1)  # characters of a text; the default is 131,072
-    for file in files:
-        compression = infer_compression(file.partition("?")[0])
-        encoding = config.encoding or "utf-8-sig"
-        with fsspec.open(file, "rt", compression, encoding, newline="") as lines:
-            first_line = "" if config.names else lines.readline()
-            for delimiter in ",;\t|" if config.sep == "," else [config.sep]:
-                options = {"delimiter": delimiter, "skipinitialspace": True}
-                header = config.names or next(csv.reader([first_line], **options))
-                if all(header.count(column) == 1 for column in columns):
-                    break
-            else:
-                raise UserError(
-                    f"{file} has no {' and '.join(columns)}, whether commas, semicolons, tabs or |"
-                    " divide it; choose --text-column and --summary-column from its first line:"
-                    f" {first_line[:300]!r}"
-                )
-            if set(header) == WIKIHOW:
-                columns = sorted(WIKIHOW)
-            num_needed = 1 + max(map(header.index, columns))
+    compression = infer_compression(file.partition("?")[0])
+    encoding = config.encoding or "utf-8-sig"
+    with fsspec.open(file, "rt", compression, encoding, newline="") as lines:
+        first_line = "" if config.names else lines.readline()
+        for delimiter in ",;\t|" if config.sep == "," else [config.sep]:
+            options = {"delimiter": delimiter, "skipinitialspace": True}
+            header = config.names or next(csv.reader([first_line], **options))
+            if all(header.count(column) == 1 for column in columns):
+                break
+        else:
+            raise UserError(
+                f"it has no {' and '.join(columns)}, whether commas, semicolons, tabs or | divide"
+                " it; choose --text-column and --summary-column from its first line:"
+                f" {first_line[:300]!r}"
+            )
+        if set(header) == WIKIHOW:
+            columns = sorted(WIKIHOW)
+        num_needed = 1 + max(map(header.index, columns))
 
-            reader = csv.reader(lines, strict=True, **options)
-            try:
-                for row in check_rows(reader, len(header), num_needed):
-                    yield {column: row[header.index(column)] for column in columns}
-            except csv.Error as error:
-                raise UserError(
-                    f"{file}, line {reader.line_num}: {error}; write texts between quotes, and each"
-                    " quote in them twice"
-                ) from error
+        reader = csv.reader(lines, strict=True, **options)
+        try:
+            for row in check_rows(reader, len(header), num_needed):
+                yield {column: row[header.index(column)] for column in columns}
+        except csv.Error as error:
+            line = reader.line_num + bool(first_line)
+            raise csv.Error(
+                f"line {line}: {error}; write texts between quotes, and each quote in them twice"
+            ) from error
 
 
 def check_rows(rows, width: int, num_needed: int):
@@ -888,16 +894,17 @@ def check_rows(rows, width: int, num_needed: int):
     rows = filter(None, rows)  # without empty lines
     row_end = None
     for is_short, block in itertools.groupby(rows, lambda row: len(row) < width):
-        block = list(block) if is_short else block
-        # Several short rows can be one that a line break divides.
-        if is_short and sum(map(len, block)) == width + len(block) - 1:
-            raise csv.Error("a line break in a row")
+        num_rows = num_fields = 0
         for row in block:
             if row_end is None:
                 row_end = [""] if row[width:] == [""] else []
             if row[width:] != row_end or len(row) < num_needed:
                 raise csv.Error(f"{len(row)} fields under a header of {width}")
+            num_rows += 1
+            num_fields += len(row)
             yield row
+        if is_short and num_fields == width + num_rows - 1:
+            raise csv.Error("the row before has a line break")
 
 
 def load_articles(
@@ -908,7 +915,6 @@ def load_articles(
     name: builtin, or what `open_dataset` takes. Raises UserError if it has no articles.
     """
     import datasets
-    from datasets.packaged_modules.csv.csv import CsvConfig
 
     # These functions are nested on purpose. datasets caches results under a hash of the function:
     # of its code if it is nested, but only of its name if it could be imported.
@@ -936,14 +942,11 @@ def load_articles(
     def is_usable(text: str, summary: str) -> bool:
         return 0 < len(summary) <= max_summary_share * len(text)
 
+    def is_text_or_list(kind) -> bool:  # a list may hold the sentences
+        return is_text(getattr(kind, "value_type", kind))
+
     def read(files: list[str]):
-        if isinstance(builder.config, CsvConfig):
-            yield from read_csv(files, columns, builder.config)
-        else:
-            # A list may hold the sentences of a text.
-            yield from read_rows(
-                builder, files, columns, lambda kind: is_text(getattr(kind, "value_type", kind))
-            )
+        yield from read_rows(builder, files, columns, is_text_or_list)
 
     if dist.get_rank() != 0 or not sys.stderr.isatty():
         datasets.disable_progress_bars()

@@ -223,6 +223,23 @@ def test_the_first_texts_come_from_ten_files(tmp_path):
     assert inside.lm_first_texts(args) == (to_train, held_out[:5])
 
 
+def test_a_text_is_validated_once(tmp_path):
+    """30% of the rows are one text that is held out."""
+    texts = [make_text(index) for index in range(400)]
+    often = next(filter(inside.lm_is_held_out, texts))
+    rows = [{"text": text} for text in [*texts, *[often] * 170]]
+    _, held_out = inside.lm_first_texts(lm_args(write_rows(tmp_path / "rows.jsonl", rows)))
+    assert sorted(held_out) == sorted(filter(inside.lm_is_held_out, texts))
+
+
+def test_the_home_folder_is_found_in_flags(monkeypatch, tmp_path):
+    """A shell does not replace ~ in them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_rows(tmp_path / "rows.jsonl", [{"text": make_text(index)} for index in range(60)])
+    args = lm_args("~/rows.jsonl", output_dir="~/run")
+    assert args.output_dir == tmp_path / "run" and len(inside.lm_all_texts(args)) == 60
+
+
 def test_the_first_texts_come_from_all_files_of_one_text(tmp_path):
     for index in range(150):
         (tmp_path / f"{index}.txt").write_text(make_text(index))
@@ -445,14 +462,14 @@ CSV = {
     "empty lines": ("\r\n", "\r\r\n", "s7"),
     "old line ends": ("\r\n", "\r", "s7"),
     "other names": ("text,headline,section", "text, headline,section", "s7"),
-    "a line break in a summary": (",s7,", ",Cat 1\r\nin house,", "line 10:"),
-    "two line breaks in a summary": (",s7,", ",Cat 1\r\nin\r\nhouse,", "line 11:"),
+    "a line break in a summary": (",s7,", ",Cat 1\r\nin house,", "line 11:"),
+    "two line breaks in a summary": (",s7,", ",Cat 1\r\nin\r\nhouse,", "line 10:"),
     "a line break in a text": ("7 is", "7\r\nis", "line 9:"),
-    "a delimiter in a text": ("7 is", "7, is", "line 8:"),
-    "a delimiter in a summary": (",s7,", ",s, 7,", "line 8:"),
+    "a delimiter in a text": ("7 is", "7, is", "line 9:"),
+    "a delimiter in a summary": (",s7,", ",s, 7,", "line 9:"),
     "a quote that is not closed": ("Article 7", '"Article 7', "unexpected end"),
-    "a quote that another text closes": ("Article 7 is", '"Article 7" is', "line 8:"),
-    "backslashes before quotes": (",s7,", r',"say \"s\"",', "line 8:"),
+    "a quote that another text closes": ("Article 7 is", '"Article 7" is', "line 9:"),
+    "backslashes before quotes": (",s7,", r',"say \"s\"",', "line 9:"),
     "sep=": ("text,", "sep=,\r\ntext,", r"'sep=,\r\n'"),
     "a comment": ("text,", "# my data\r\ntext,", "# my data"),
     "an empty first line": ("text,", "\r\ntext,", r"'\r\n'"),
@@ -629,7 +646,7 @@ NAMES = {
     "a.zip": ({"a.zip": "PK"}, "choose files of one kind", "choose files of one kind"),
     "absent/*.jsonl": ({}, "found no files", "found no files"),
     "absent.jsonl": ({}, "absent.jsonl'", "absent.jsonl'"),
-    "columns": ({"columns/a.jsonl": SOME, "columns/b.jsonl": [{"body": "a"}] * 9}, *["b.jsonl has no text"] * 2),
+    "columns": ({"columns/a.jsonl": SOME, "columns/b.jsonl": [{"body": "a"}] * 9}, *["b.jsonl: it has no text"] * 2),
     "numbers": ({"numbers/a.jsonl": SOME, "numbers/b.jsonl": [{"text": 1, "headline": "s"}]}, *["b.jsonl: column"] * 2),
     "cut": ({"cut/a.parquet": SOME, "cut/b.parquet": "PAR1" * 9}, *["b.parquet: "] * 2),
     "pandas.json": ({"pandas.json": '{"text": ' + json.dumps(dict(enumerate("a" * 999))) + "}"}, "no text", "struct<"),
