@@ -779,10 +779,10 @@ def open_dataset(name: str, readers: dict[str, str], output_dir: Path):
     from datasets.data_files import DataFilesList, get_data_patterns
 
     ending = re.compile(rf"\.({'|'.join(readers)})(\.gz|\.bz2|\.xz|\.zst)?(\?.*)?$", re.I)
-    path = Path(name).resolve()
+    path = Path(name).absolute()
     exact = glob.escape(str(path))  # its name may have brackets
     card = path / "README.md"  # if it has configs, they name files and say how to read them
-    has_configs = card.exists() and "\nconfigs:" in card.read_text(encoding="utf-8")
+    has_configs = card.exists() and b"\nconfigs:" in card.read_bytes()
     if path.is_dir() and not has_configs:
         patterns = get_data_patterns(exact).get("train", [])
         files = DataFilesList.from_patterns(patterns, base_path=exact)
@@ -793,7 +793,7 @@ def open_dataset(name: str, readers: dict[str, str], output_dir: Path):
     else:
         return datasets.load_dataset_builder(*name.split(":"))
 
-    output = output_dir.resolve()
+    output = output_dir.absolute()
     found = []
     for file in filter(ending.search, files):
         if "://" not in file:
@@ -823,6 +823,8 @@ def read_rows(builder, files: list[str], columns: list[str], is_valid=is_text):
         try:
             if builder.name == "csv":
                 yield from read_csv(file, columns, builder.config)
+            elif builder.name == "text":
+                yield from read_paragraphs(file, columns)
             else:
                 yield from read_tables(builder, file, columns, is_valid)
         except Exception as error:  # each reader raises its own kind
@@ -851,6 +853,20 @@ def read_tables(builder, file: str, columns: list[str], is_valid):
         ) from error
 
 
+def read_paragraphs(file: str, columns: list[str]):
+    """Yield the paragraphs of a .txt file, which empty lines separate."""
+    with open_text(file) as lines:
+        for is_empty, paragraph in itertools.groupby(lines, str.isspace):
+            if not is_empty:
+                yield dict.fromkeys(columns, "".join(paragraph).rstrip("\n"))
+
+
+def open_text(file: str, encoding="utf-8-sig", newline=None):
+    """Open a text file, which may be compressed, on this disk or at a URL."""
+    compression = infer_compression(file.partition("?")[0])
+    return fsspec.open(file, "rt", compression, encoding, newline=newline)
+
+
 def read_csv(file: str, columns: list[str], config):
     """Yield these columns of a CSV file as it was written, and WikiHow's title. Raises csv.Error if
     a row does not fit the header, as where a text has a line break but no quotes around it.
@@ -858,9 +874,7 @@ def read_csv(file: str, columns: list[str], config):
     config: of the builder. Its `sep`, `names` and `encoding` can come from a dataset's card.
     """
     csv.field_size_limit(2**31 - 1)  # characters of a text; the default is 131,072
-    compression = infer_compression(file.partition("?")[0])
-    encoding = config.encoding or "utf-8-sig"
-    with fsspec.open(file, "rt", compression, encoding, newline="") as lines:
+    with open_text(file, config.encoding or "utf-8-sig", newline="") as lines:
         first_line = "" if config.names else lines.readline()
         for delimiter in ",;\t|" if config.sep == "," else [config.sep]:
             options = {"delimiter": delimiter, "skipinitialspace": True}

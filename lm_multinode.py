@@ -410,7 +410,6 @@ class Texts:
             self.builder = common.open_dataset(name, readers, args.output_dir)
         except Exception as error:  # each reader raises its own kind
             raise common.UserError(f"--dataset {name}: {error}") from error
-        self.builder.config.sample_by = "paragraph"  # for .txt files; other readers ignore it
         self.paths = list(self.builder.config.data_files["train"])
         self.sizes = [os.path.getsize(path) if os.path.exists(path) else 1 for path in self.paths]
 
@@ -530,10 +529,10 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
         return {"tokens": np.split(tokens, ends)}
 
     def pack_block(pieces: list[np.ndarray], indices: list[int]) -> dict:
-        """Pack some pieces in their order, and shuffle the sequences."""
+        """Pack some pieces in their order, so that each text stays whole. Shuffle the sequences."""
         sequences = pack(pieces, args.seq_length)
-        order = list(range(len(sequences["labels"])))
-        random.Random(hash((args.seed, index, indices[0]))).shuffle(order)
+        count = len(sequences["labels"])
+        order = random.Random(hash((args.seed, index, indices[0]))).sample(range(count), count)
         return {name: rows[order] for name, rows in sequences.items()}
 
     # A block is a number of pieces, because texts can be very long or short. Repeat before packing:
@@ -735,7 +734,8 @@ def parse_args():
     add(
         "--dataset",
         default="builtin",
-        help="builtin; c4; files (.txt, .json, .jsonl, .parquet, also packed); folder; Hub name",
+        help="builtin; c4; files (.txt, .json, .jsonl, .parquet, also compressed); folder; URL; Hub"
+        " name",
     )
     add("--text-column", default="text", help="column with the texts")
     add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")

@@ -528,7 +528,8 @@ def parse_args():
     add(
         "--dataset",
         default="builtin",
-        help="builtin; files (.csv, .tsv, .json, .jsonl, .parquet, also packed); folder; Hub name",
+        help="builtin; files (.csv, .tsv, .json, .jsonl, .parquet, also compressed); folder; URL;"
+        " Hub name",
     )
     add("--text-column", default="text", help="column with the articles")
     add("--summary-column", default="headline", help="column with their summaries")

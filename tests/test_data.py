@@ -315,7 +315,7 @@ def test_all_formats_hold_the_same_texts(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_from_here)
     for name in (pattern, "c4", tmp_path / "rows.txt", tmp_path / "rows.txt.gz"):
-        assert sorted(map(str.strip, inside.lm_all_texts(lm_args(name)))) == texts
+        assert inside.lm_all_texts(lm_args(name)) == texts
     for name in (*(tmp_path / name for name in ("rows.JSONL", "rows.json", "rows.parquet")), "someone/texts:english"):
         assert inside.lm_all_texts(lm_args(name, text_column="body")) == texts
 
@@ -685,5 +685,14 @@ def test_files_on_a_server_are_read(tmp_path):
             assert pairs(f"{address}/rows.csv.gz{end}") == SHEET
             name = f"{address}/rows.jsonl{end}"
             assert len(pairs(name)) == len(inside.lm_all_texts(lm_args(name))) == 40
+        (tmp_path / "texts.txt").write_text(PARAGRAPHS)
+        assert len(inside.lm_all_texts(lm_args(f"{address}/texts.txt"))) == 40
         with pytest.raises(inside.UserError, match=r"absent\.jsonl"):
             pairs(f"{address}/absent.jsonl")
+
+
+def test_links_are_followed(tmp_path):
+    """The Hub's cache keeps files under other names."""
+    write_rows(tmp_path / "blobs/0", SOME)
+    (tmp_path / "link.jsonl").symlink_to("blobs/0")
+    assert len(pairs(tmp_path / "link.jsonl")) == len(inside.lm_all_texts(lm_args(tmp_path / "link.jsonl"))) == 40
