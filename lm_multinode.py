@@ -356,7 +356,7 @@ def load_config(args, tokenizer) -> PretrainedConfig:
     # the image token of Gemma 3 does.
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     in_texts = {*tokenizer.get_vocab().values()} - special
-    num_tokens = 1 + max(*in_texts, *tokenize(["a"], tokenizer)[0])
+    num_tokens = 1 + max(*in_texts, *tokenizer("a")["input_ids"], tokenizer.eos_token_id)
     if num_tokens > config.vocab_size:
         reason = (
             f"has a vocabulary of {config.vocab_size}, but the tokenizer has {num_tokens} tokens"

@@ -185,10 +185,10 @@ def test_mfu_counts_the_flops_of_a_token(causal):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name, coefficient", [("mixtral", "router_aux_loss_coef"), ("jetmoe", "aux_loss_coef")])
-def test_experts_are_balanced_as_by_transformers(name, coefficient, causal, tmp_path):
+@pytest.mark.parametrize("name, setting", [("mixtral", "router_aux_loss_coef"), ("jetmoe", "aux_loss_coef")])
+def test_experts_are_balanced_as_by_transformers(name, setting, causal, tmp_path):
     """If the config asks for it, gradients are those of transformers' own loss. `loss` is only the cross-entropy."""
-    config = AutoConfig.from_pretrained(causal / name, output_router_logits=True, **{coefficient: 0.5})
+    config = AutoConfig.from_pretrained(causal / name, output_router_logits=True, **{setting: 5.0})
     model = AutoModelForCausalLM.from_pretrained(causal / name, config=config)
     tokenizer = AutoTokenizer.from_pretrained(causal / name)
     for part in (model, tokenizer):
@@ -205,9 +205,9 @@ def test_experts_are_balanced_as_by_transformers(name, coefficient, causal, tmp_
     output.loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
     assert curve(tmp_path / "balanced", "grad_norm") == [pytest.approx(norm, rel=1e-4)]
-    assert abs(curve(tmp_path / "unbalanced", "grad_norm")[0] / norm - 1) > 3e-4
+    assert abs(curve(tmp_path / "unbalanced", "grad_norm")[0] / norm - 1) > 1e-3
     assert curve(tmp_path / "balanced") == pytest.approx(curve(tmp_path / "unbalanced"), **CLOSE)
-    expected = (output.loss - 0.5 * output.aux_loss).item()
+    expected = (output.loss - 5.0 * output.aux_loss).item()
     assert curve(tmp_path / "balanced") == [pytest.approx(expected, **CLOSE)]
 
 

@@ -80,7 +80,7 @@ def tutorial(args, world):
 def loader(args, world):
     """The LM's loader alone. Its one process has all streams."""
     steps = lm_loader(args, AutoTokenizer.from_pretrained(args.model))
-    while True:  # time many steps at once: a block of texts fills 64 sequences
+    while True:  # time many steps at once: a block fills about 100 sequences
         yield sum(args.global_batch_size * args.seq_length for _ in itertools.islice(steps, 200))
 
 

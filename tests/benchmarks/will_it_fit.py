@@ -79,15 +79,14 @@ def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
         if args.tokenizer:
             return script.load_config(args, script.common.load_tokenizer(args.tokenizer))
         last = vocabulary - 1 if args.model in script.MODELS else 0
-        script.tokenize = lambda *_: [[0]]
         return script.load_config(args, mock.MagicMock(eos_token_id=0, get_vocab=lambda: {"last": last}))
     articles = None
     if args.model == "builtin":  # the script trains its tokenizer on the articles, which sets the vocabulary
         with contextlib.redirect_stdout(None):
             columns = ("text", "headline")
             articles, _ = script.common.load_articles(args.model, *columns, args.max_summary_share, args.output_dir)
-    script.common.load_tokenizer = mock.MagicMock()  # the folder may have none
-    return script.load_config_and_tokenizer(args, None, articles)[0]
+    with mock.patch.object(script.common, "load_tokenizer"):  # the folder may have none
+        return script.load_config_and_tokenizer(args, None, articles)[0]
 
 
 def make_meta_model(script, world, config):
@@ -137,7 +136,7 @@ class Run:
     """One process of a run on fake tensors, ready to make training steps."""
 
     def __init__(self, path: str, flags: list[str], options) -> None:
-        sys.argv = [path, *flags, "--device", "cpu"]  # the last --device counts
+        sys.argv = [str(path), *flags, "--device", "cpu"]  # the last --device counts
         self.script = load_script(path)
         self.options = options
         self.args = self.script.parse_args()
