@@ -844,7 +844,7 @@ def main(args, world):
         full_model = load_model(args, config)  # on the CPU
     meta_model = make_meta_model(config)
     common.untie(meta_model, full_model, world)
-    vocabulary = f"{config.vocab_size:,} words in its vocabulary"
+    vocabulary = f"vocabulary of {config.vocab_size:,}"
     log.print(f"model    {args.model}, {vocabulary}, {common.describe_state(meta_model, shards)}")
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
