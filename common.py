@@ -61,8 +61,8 @@ class HelpFormatter(
 
 def make_parser(header: str) -> argparse.ArgumentParser:
     """argparse with a script's header as its help."""
-    # A shell replaces ~ in `--flag ~/file`, but not in `--flag=~/file`.
-    sys.argv = [argument.replace("=~/", f"={Path.home()}/") for argument in sys.argv]
+    # A shell does not replace ~ in --flag=~/file or '~/*.txt'.
+    sys.argv = [re.sub("^(--[a-z-]+=)?~/", rf"\1{Path.home()}/", word) for word in sys.argv]
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags]",
         description=header,
@@ -72,7 +72,7 @@ def make_parser(header: str) -> argparse.ArgumentParser:
 
     def fail_once(message):  # not from every process
         if message.startswith("unrecognized arguments") and "--" not in message:
-            message = f"{message[:200]}; put a pattern of file names between quotes"
+            message = f"{message[:200]}; put names with spaces or * between quotes"
         fail(message, code=2)
 
     parser.error = fail_once
@@ -797,6 +797,7 @@ def open_dataset(name: str, readers: dict[str, str], output_dir: Path):
     found = []
     for file in filter(ending.search, files):
         if "://" not in file:
+            # A run's own files are no data, unless all data is in its folder.
             from_run = output in Path(file).parents and output not in (path, *path.parents)
             if from_run or os.path.getsize(file) == 0:
                 continue
@@ -805,8 +806,9 @@ def open_dataset(name: str, readers: dict[str, str], output_dir: Path):
     kinds = {readers[ending.search(file)[1].lower()] for file in found}
     if len(kinds) != 1:
         raise UserError(
-            f"found {' and '.join(sorted(kinds)) or 'no'} files to train on; choose files of one"
-            f" kind ({', '.join(readers)}), for example by a glob in quotes: 'folder/*.jsonl'"
+            f"found {' and '.join(sorted(kinds)) or 'no'} files to train on (names with test or dev"
+            f" are not); choose files of one kind ({', '.join(readers)}), for example by a glob in"
+            " quotes: 'folder/*.jsonl'"
         )
     return datasets.load_dataset_builder(*kinds, data_files=found)
 
@@ -827,15 +829,19 @@ def read_rows(builder, files: list[str], columns: list[str], is_valid=is_text):
                 yield from read_paragraphs(file, columns)
             else:
                 yield from read_tables(builder, file, columns, is_valid)
+        except UnicodeError as error:
+            raise UserError(f"{file}: {error}; save it as UTF-8") from error
         except Exception as error:  # each reader raises its own kind
             raise UserError(f"{file}: {error}") from error
 
 
 def read_tables(builder, file: str, columns: list[str], is_valid):
+    """Yield these columns of a JSON or Parquet file. Raises UserError if one is not there, and
+    TypeError if its type is not valid."""
     builder.config.columns = columns  # what to read of a .parquet file
     builder.config.data_files = {"train": [file]}
     rows = builder.as_streaming_dataset(split="train")
-    # Otherwise datasets requires the columns and types of the first rows in every file.
+    # Do not require the columns and types of the first rows in every file.
     builder.info.features = None
     rows.info.features = None
     try:
@@ -884,8 +890,8 @@ def read_csv(file: str, columns: list[str], config):
         else:
             raise UserError(
                 f"it has no {' and '.join(columns)}, whether commas, semicolons, tabs or | divide"
-                " it; choose --text-column and --summary-column from its first line:"
-                f" {first_line[:300]!r}"
+                " it; delete what stands above the header, or choose --text-column and"
+                f" --summary-column from its first line: {first_line[:300]!r}"
             )
         if set(header) == WIKIHOW:
             columns = sorted(WIKIHOW)
@@ -903,22 +909,25 @@ def read_csv(file: str, columns: list[str], config):
 
 
 def check_rows(rows, width: int, num_needed: int):
-    """Yield rows that have as many fields as the header. Empty last ones may be missing: Excel
-    drops them. Or all rows may end with a delimiter."""
-    rows = filter(None, rows)  # without empty lines
+    """Yield rows that have as many fields as the header. Rows may lack the same last cells, because
+    Excel drops empty ones. Or all rows may end with a delimiter."""
     row_end = None
-    for is_short, block in itertools.groupby(rows, lambda row: len(row) < width):
-        num_rows = num_fields = 0
-        for row in block:
-            if row_end is None:
-                row_end = [""] if row[width:] == [""] else []
-            if row[width:] != row_end or len(row) < num_needed:
-                raise csv.Error(f"{len(row)} fields under a header of {width}")
-            num_rows += 1
-            num_fields += len(row)
-            yield row
-        if is_short and num_fields == width + num_rows - 1:
-            raise csv.Error("the row before has a line break")
+    num_short = None  # fields of the rows that lack cells
+    was_short = False
+    for row in filter(None, rows):  # without empty lines
+        if row_end is None:
+            row_end = [""] if row[width:] == [""] else []
+        if row[width:] != row_end or len(row) < num_needed:
+            raise csv.Error(f"{len(row)} fields under a header of {width}")
+        is_short = len(row) < width
+        if is_short:
+            # Two parts of a row that a line break divides have at most width + 1 fields.
+            can_be_parts = was_short and 2 * len(row) <= width + 1
+            if can_be_parts or num_short not in (None, len(row)):
+                raise csv.Error(f"a line break, or only {len(row)} of {width} fields")
+            num_short = len(row)
+        was_short = is_short
+        yield row
 
 
 def load_articles(

@@ -388,8 +388,8 @@ def load_data(args, checkpoint: Path | None) -> tuple:
     # With few texts, use fewer streams, so that none is empty.
     texts.max_streams = min(8, len(set(to_train)) // 12)
     # The checksum shows whether the data is the same on all nodes, and after a resume.
-    content = [[Path(path).name for path in texts.paths], texts.sizes, to_train]
-    texts.checksum = zlib.crc32(repr(content).encode())
+    content = [(Path(path).name, texts.sizes[path]) for path in texts.paths]
+    texts.checksum = zlib.crc32(repr([content, to_train]).encode())
     return texts, validation_set, tokenizer
 
 
@@ -400,7 +400,7 @@ class Texts:
         self.column = args.text_column
         self.builder = None  # the built-in texts need none
         self.paths = [args.dataset]
-        self.sizes = [1]  # in bytes; 1 for files that are not on this disk
+        self.sizes = {args.dataset: 2**30}
         if args.dataset == "builtin":
             return
 
@@ -411,7 +411,9 @@ class Texts:
         except Exception as error:  # each reader raises its own kind
             raise common.UserError(f"--dataset {name}: {error}") from error
         self.paths = list(self.builder.config.data_files["train"])
-        self.sizes = [os.path.getsize(path) if os.path.exists(path) else 1 for path in self.paths]
+        self.sizes = {}  # in bytes; 1 GiB for files that are not on this disk
+        for path in self.paths:
+            self.sizes[path] = os.path.getsize(path) if os.path.exists(path) else 2**30
 
     def read(self, paths: list[str]):
         """Yield the texts of some files that are not empty."""
@@ -439,7 +441,7 @@ def is_held_out(text: str) -> bool:
 
 def first_texts(args, texts: Texts) -> tuple[list[str], list[str]]:
     """Return the first texts to train on, and at most --num-validation-texts held-out ones, each
-    once. They come from ten files in turn, because files often differ in content."""
+    once. Ten readers take turns, because files often differ in content."""
     num_to_train = 2000
     if args.model in MODELS and args.model != "tiny" and not args.tokenizer:
         num_to_train = 50_000  # to train a tokenizer on
@@ -494,25 +496,31 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
     # The streams form groups, and every group has its own files. Make as many groups as possible,
     # but so that each has at least eight times the data of the largest file. The streams of a group
     # read the same files, and a hash divides the texts among them.
+    sizes = texts.sizes.values()
     num_groups = 1
     for count in range(2, num_streams + 1):
-        if num_streams % count == 0 and sum(texts.sizes) >= 8 * count * max(texts.sizes):
+        if num_streams % count == 0 and sum(sizes) >= 8 * count * max(sizes):
             num_groups = count
     streams_per_group = num_streams // num_groups
     index_in_group, group = divmod(index, num_groups)
     paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))[group::num_groups]
     random.Random(index).shuffle(paths)  # so that a step mixes different files
+    shards = [[]]  # of at least 1 MB, because files can be very small
+    for path in paths:
+        if sum(texts.sizes[other] for other in shards[-1]) > 1e6:
+            shards.append([])
+        shards[-1].append(path)
 
     def is_mine(text: str) -> bool:
         # is_held_out uses the remainder of 20.
         is_my_part = zlib.crc32(text.encode()) // 20 % streams_per_group == index_in_group
         return is_my_part and not is_held_out(text)
 
-    def read_lists(paths: list[str]):
-        """Yield lists of texts that are long enough for one sequence, if the file has so many."""
+    def read_lists(shards: list[list[str]]):
+        """Yield lists of texts, with enough characters for a sequence, if there are so many."""
         texts_of_list = []
         num_characters = 0
-        for text in filter(is_mine, texts.read(paths)):
+        for text in filter(is_mine, texts.read(itertools.chain(*shards))):
             texts_of_list.append(text)
             num_characters += len(text)
             if num_characters > max(16_000, 4 * args.seq_length):
@@ -532,12 +540,14 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
         """Pack some pieces in their order, so that each text stays whole. Shuffle the sequences."""
         sequences = pack(pieces, args.seq_length)
         count = len(sequences["labels"])
+        if count == 0:
+            raise common.UserError("too few texts: use more texts, or a lower --seq-length")
         order = random.Random(hash((args.seed, index, indices[0]))).sample(range(count), count)
         return {name: rows[order] for name, rows in sequences.items()}
 
     # A block is a number of pieces, because texts can be very long or short. Repeat before packing:
     # then each pass has different blocks, in a different order.
-    lists = datasets.IterableDataset.from_generator(read_lists, gen_kwargs={"paths": paths})
+    lists = datasets.IterableDataset.from_generator(read_lists, gen_kwargs={"shards": shards})
     options = {"batched": True, "batch_size": 1, "remove_columns": ["texts"]}
     pieces = lists.repeat(None).map(cut, input_columns=["texts"], **options)
     options = {"batched": True, "batch_size": 100, "remove_columns": ["tokens"]}

@@ -237,12 +237,15 @@ def test_the_home_folder_is_found_in_flags(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_rows(tmp_path / "rows.jsonl", [{"text": make_text(index)} for index in range(60)])
     args = lm_args("~/rows.jsonl", output_dir="~/run")
+    assert inside.parse("lm_multinode.py", "--dataset", "~/*.jsonl").dataset == f"{tmp_path}/*.jsonl"
     assert args.output_dir == tmp_path / "run" and len(inside.lm_all_texts(args)) == 60
 
 
-def test_the_first_texts_come_from_all_files_of_one_text(tmp_path):
+def test_the_first_texts_come_from_all_files_of_one_text(tmp_path, tokenizer):
     for index in range(150):
         (tmp_path / f"{index}.txt").write_text(make_text(index))
+    sequences = sequences_of(lm_args(tmp_path, seq_length=64), tokenizer, 2)  # several files make one
+    assert [len(stream) for stream in sequences] == [2] * 8
     to_train, held_out = inside.lm_first_texts(lm_args(tmp_path))
     assert sorted(to_train + held_out) == sorted(map(make_text, range(150)))
 
@@ -459,10 +462,11 @@ CSV = {
     "a quote inside": (",s7,", ',s "7",', 's "7"'),
     "missing last cells": (",\r\n", "\r\n", "s7"),
     "no last cell": (",Local\r\n", "\r\n", "s7"),
+    "line breaks in all summaries": (".,s", ".,s\r\nx", "line 3:"),
     "empty lines": ("\r\n", "\r\r\n", "s7"),
     "old line ends": ("\r\n", "\r", "s7"),
     "other names": ("text,headline,section", "text, headline,section", "s7"),
-    "a line break in a summary": (",s7,", ",Cat 1\r\nin house,", "line 11:"),
+    "a line break in a summary": (",s7,", ",Cat 1\r\nin house,", "line 10:"),
     "two line breaks in a summary": (",s7,", ",Cat 1\r\nin\r\nhouse,", "line 10:"),
     "a line break in a text": ("7 is", "7\r\nis", "line 9:"),
     "a delimiter in a text": ("7 is", "7, is", "line 9:"),
@@ -689,6 +693,18 @@ def test_files_on_a_server_are_read(tmp_path):
         assert len(inside.lm_all_texts(lm_args(f"{address}/texts.txt"))) == 40
         with pytest.raises(inside.UserError, match=r"absent\.jsonl"):
             pairs(f"{address}/absent.jsonl")
+
+
+def test_texts_that_fill_no_sequence_are_refused(tmp_path, tokenizer):
+    """Not repeated without end."""
+    rows = [{"text": str(index)} for index in range(24)]
+    args = lm_args(write_rows(tmp_path / "rows.jsonl", rows), seq_length=16_384)
+    rows.append(
+        {"text": next(filter(inside.lm_is_held_out, (f"{index}" + " lorem" * 20_000 for index in itertools.count())))}
+    )
+    write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(inside.UserError, match="too few texts"):
+        next(inside.lm_steps(args, tokenizer))
 
 
 def test_links_are_followed(tmp_path):
