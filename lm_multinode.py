@@ -505,11 +505,14 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
     index_in_group, group = divmod(index, num_groups)
     paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))[group::num_groups]
     random.Random(index).shuffle(paths)  # so that a step mixes different files
-    shards = [[]]  # of at least 1 MB, because files can be very small
+    shards = []  # of at least 1 MB, because files can be very small
+    size = math.inf
     for path in paths:
-        if sum(texts.sizes[other] for other in shards[-1]) > 1e6:
+        if size > 1e6:
             shards.append([])
+            size = 0
         shards[-1].append(path)
+        size += texts.sizes[path]
 
     def is_mine(text: str) -> bool:
         # is_held_out uses the remainder of 20.
