@@ -270,7 +270,8 @@ AttentionInterface.register(ATTENTION, causal_sdpa)
 # The vocabulary is the tokenizer's; without --tokenizer, one of 32,000 tokens (tiny: 2,048) is
 # trained on the texts.
 MODELS = {
-    # width, feed-forward width, layers, heads (a divisor of width), key-value heads (of heads)
+    # width (a multiple of heads), feed-forward width, layers, heads (a multiple of the next), and
+    # key-value heads
     "tiny": (128, 352, 2, 4, 4),
     "150m": (1024, 2688, 12, 16, 16),  # PrimeIntellect/llama-150m-fresh
     "1b": (2048, 5632, 22, 32, 4),  # TinyLlama
@@ -505,13 +506,13 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
     index_in_group, group = divmod(index, num_groups)
     paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))[group::num_groups]
     random.Random(index).shuffle(paths)  # so that a step mixes different files
-    shards = []  # of at least 1 MB, because files can be very small
+    file_lists = []  # each of at least 1 MB, because files can be very small
     size = math.inf
     for path in paths:
         if size > 1e6:
-            shards.append([])
+            file_lists.append([])
             size = 0
-        shards[-1].append(path)
+        file_lists[-1].append(path)
         size += texts.sizes[path]
 
     def is_mine(text: str) -> bool:
@@ -519,11 +520,11 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
         is_my_part = zlib.crc32(text.encode()) // 20 % streams_per_group == index_in_group
         return is_my_part and not is_held_out(text)
 
-    def read_lists(shards: list[list[str]]):
+    def read_lists(file_lists: list[list[str]]):
         """Yield lists of texts, with enough characters for a sequence, if there are so many."""
         texts_of_list = []
         num_characters = 0
-        for text in filter(is_mine, texts.read(itertools.chain(*shards))):
+        for text in filter(is_mine, texts.read(itertools.chain(*file_lists))):
             texts_of_list.append(text)
             num_characters += len(text)
             if num_characters > max(16_000, 4 * args.seq_length):
@@ -550,7 +551,9 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
 
     # A block is a number of pieces, because texts can be very long or short. Repeat before packing:
     # then each pass has different blocks, in a different order.
-    lists = datasets.IterableDataset.from_generator(read_lists, gen_kwargs={"shards": shards})
+    lists = datasets.IterableDataset.from_generator(
+        read_lists, gen_kwargs={"file_lists": file_lists}
+    )
     options = {"batched": True, "batch_size": 1, "remove_columns": ["texts"]}
     pieces = lists.repeat(None).map(cut, input_columns=["texts"], **options)
     options = {"batched": True, "batch_size": 100, "remove_columns": ["tokens"]}

@@ -509,6 +509,18 @@ def test_a_comma_without_quotes_is_refused_not_cut(row, tmp_path):
                 pairs(path)
 
 
+def test_an_edited_reader_reads_again(tmp_path):
+    """The rows of the old one are in the cache."""
+    (tmp_path / "rows.csv").write_bytes(spreadsheet())
+    (tmp_path / "common.py").touch()
+    assert pairs(tmp_path / "rows.csv") == SHEET
+    with inside.edited_reader(tmp_path / "common.py"):
+        assert pairs(tmp_path / "rows.csv") == sorted(
+            (f"{text} edited", f"{summary} edited") for text, summary in SHEET
+        )
+    assert pairs(tmp_path / "rows.csv") == SHEET
+
+
 def test_each_csv_file_has_its_own_dialect(tmp_path):
     """Several files with other delimiters and columns; compressed ones, written again; a card that says how to read."""
     (tmp_path / "rows.csv").write_bytes(spreadsheet())
