@@ -275,7 +275,10 @@ MODELS = {
     "tiny": (128, 352, 2, 4, 4),
     "150m": (1024, 2688, 12, 16, 16),  # PrimeIntellect/llama-150m-fresh
     "1b": (2048, 5632, 22, 32, 4),  # TinyLlama
-    "7b": (4096, 11008, 32, 32, 32),  # Llama 2
+    # The next three are Llama 2's (arXiv:2307.09288), as in its config.json files on the Hub.
+    "7b": (4096, 11008, 32, 32, 32),
+    "13b": (5120, 13824, 40, 40, 40),
+    "70b": (8192, 28672, 80, 64, 8),
 }
 
 
@@ -746,7 +749,7 @@ def parse_args():
     at_least_0_float = common.at_least(0, float)
 
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="tiny", help="tiny, 150m, 1b, 7b; or pretrained: Hub name or folder")
+    add("--model", default="tiny", help="tiny, 150m, 1b, 7b, 13b, 70b; or pretrained: Hub name or folder")
     add(
         "--dataset",
         default="builtin",
@@ -773,7 +776,7 @@ def parse_args():
         "--lr",
         default=0.0,
         type=at_least_0_float,
-        help="peak learning rate; 0: 5e-3 for tiny, 4e-4 for 150m, 1b, 7b, 2e-5 if pretrained",
+        help="peak learning rate; 0: 5e-3 for tiny, 4e-4 for other sizes, 2e-5 if pretrained",
     )
     add("--warmup-steps", default=20, type=at_least_0, help="steps up to the peak learning rate")
     add(
