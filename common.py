@@ -1,6 +1,7 @@
 """What the training scripts share: processes, metrics, checkpoints and the summarization data.
 
-Copy this file together with a script. Everything about sharding is in the script.
+Copy this file together with a script. The script shards the model. Here, `load_weights` fills its
+shards, `save_checkpoint` and `load_checkpoint` save and read them, and `export` gathers them.
 """
 
 import argparse
@@ -92,6 +93,11 @@ def at_least(minimum: int, kind=int):
     return parse
 
 
+# Help of flags that several scripts have
+AUTO_PRECISION = "auto: bf16 if the GPU supports it, else fp32"
+FSDP_VERSIONS = "2: fully_shard; 1: FullyShardedDataParallel (deprecated)"
+
+
 def add_run_flags(group):
     add = group.add_argument
     folder = Path("output", Path(sys.argv[0]).stem)
@@ -118,7 +124,7 @@ def add_checkpoint_flags(group):
 # ---- Processes and devices ---------------------------------------------------------------------
 
 # How long a process waits in a collective, for example while another one downloads, tokenizes or
-# writes a model.
+# writes a model. If one hangs, the run ends after this time.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -197,8 +203,11 @@ def start_processes(count: int):
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         killed = [-code for code in codes if code < 0 and code != -signal.SIGTERM]
-        if killed:  # SIGKILL usually means out of memory
-            sys.exit(f"a process was killed by {signal.Signals(killed[0]).name}")
+        if killed:
+            sys.exit(
+                f"a process was killed by {signal.Signals(killed[0]).name} (if by SIGKILL, its"
+                " machine was usually out of memory)"
+            )
         sys.exit(max(1, *codes))
 
 
@@ -210,8 +219,8 @@ def find_device_type(name: str) -> str:
         found = "cpu"
     if name not in ("auto", "cpu", found):
         raise UserError(
-            f"--device {name}: torch {torch.__version__} finds none; install a build for it,"
-            " or use --device cpu"
+            f"--device {name}: torch {torch.__version__} has no such device; install a torch build"
+            " that supports it, or use --device cpu"
         )
     return found if name == "auto" else name
 
@@ -236,7 +245,7 @@ def setup(device_type: str) -> World:
     device = torch.device("cpu")
     backend = "gloo"
     if device_type != "cpu":
-        # With more processes than GPUs, several share one. NCCL 2.30 can allow that.
+        # With more processes than GPUs, several share one. NCCL supports that from 2.30.
         device = torch.device(device_type, local_rank % torch.accelerator.device_count())
         # Do this before starting the process group: otherwise every process opens device 0.
         torch.accelerator.set_device_index(device.index)
@@ -272,7 +281,9 @@ def divide_batch(args, world, default: int):
     if args.global_batch_size == 0:
         args.global_batch_size = math.ceil(default / world.size) * world.size
     if args.global_batch_size % world.size != 0:
-        raise UserError(f"--global-batch-size must be a multiple of {world.size} processes")
+        raise UserError(
+            f"--global-batch-size must be a multiple of {world.size}, the number of processes"
+        )
 
 
 def from_rank0(value):
@@ -319,7 +330,7 @@ def note_stops():
 
 def ask_for_stops():
     """Collective. Begin to ask all ranks whether they have noted a stop. Returns a function that
-    waits for the answer. Compute a step in between: with many ranks an answer takes milliseconds.
+    waits for the answer. Compute a step in between: the answer passes through all hosts, in a ring.
     """
     count = torch.tensor(len(stops_received))  # on the CPU: no device has to wait
     work = dist.all_reduce(count, async_op=True)
@@ -504,7 +515,8 @@ def find_checkpoint(args, must_match: list[str], model_folder: Path) -> Path | N
     """
     if args.save_model and model_folder.resolve() == Path(args.model).resolve():
         raise UserError("the trained model would replace --model; choose another --output-dir")
-    newest = from_rank0([None, *checkpoints(args.output_dir)][-1])
+    found = checkpoints(args.output_dir)
+    newest = from_rank0(found[-1] if found else None)
     if newest is None:
         if args.resume and dist.get_rank() == 0:
             print(f"resume   no checkpoint in {args.output_dir}: starting a new run", flush=True)
@@ -577,6 +589,9 @@ def load_checkpoint(path: Path, model, optimizer) -> dict:
     for group, of_this_run in zip(optimizer.param_groups, settings, strict=True):
         group.update(of_this_run)
     return read_progress(path)
+
+
+# ---- Models: read, fill the shards, save -------------------------------------------------------
 
 
 def load_tokenizer(name: str | Path):
@@ -675,7 +690,8 @@ def export(model, meta_model, dtype, tokenizer, folder: Path, world):
             if name in weights:
                 tensors[name] = weights.pop(name).to(tensor.dtype)
         meta_model.generation_config = model.generation_config
-        # T5's config says true for every model, and other versions of transformers rely on it.
+        # T5's own config sets tie_word_embeddings for every model, and other versions of
+        # transformers rely on it.
         head = meta_model.get_output_embeddings().weight
         meta_model.config.tie_word_embeddings = head is meta_model.get_input_embeddings().weight
         # generate() must stop where this tokenizer ends texts.

@@ -1,10 +1,13 @@
 r"""How do I pretrain a language model on many nodes, and which sharding strategy do I pick?
 
-Pretrains a Llama on full sequences of text with FSDP2 (`fully_shard`), under any of FSDP's five
-strategies. Without flags it needs no download: a tiny Llama learns Python's own reference.
+Trains a Llama from random weights, or any pretrained causal language model further, with FSDP2
+(`fully_shard`), under each of FSDP's five strategies. Without flags it needs no download: a tiny
+Llama learns Python's own reference.
 
     python lm_multinode.py                  # one process per GPU, or two on a CPU
     python lm_multinode.py --num-processes 4 --compare-strategies --shards-per-replica 2
+    torchrun --nproc_per_node 8 lm_multinode.py --model Qwen/Qwen3-0.6B --dataset c4 \
+        --seq-length 1024 --compile         # one node; c4, or your own files
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 \
         --rdzv_backend c10d --rdzv_endpoint HEAD:29500 --max-restarts 3 lm_multinode.py \
         --model 150m --dataset c4 --tokenizer TinyLlama/TinyLlama_v1.1 \
@@ -13,17 +16,12 @@ strategies. Without flags it needs no download: a tiny Llama learns Python's own
         --validate-every 1000 --checkpoint-every 500 --resume --compile \
         --output-dir /SHARED/run1   # on every node; /SHARED is a folder that all nodes see
 
-Follows "Run Torch FSDP"
-(https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example). The last command
-mixes two sources: the batch of 128 is from that page, while learning rate, warm-up and steps are
-from OpenDiLoCo (arXiv:2407.07852), which uses a batch of 512. Nobody has tried them together. The
-`150m` has 149 million parameters in its layers, and 215 million with a vocabulary of 32,000.
+Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard`, `train_step` and
+`common.load_weights`. Batch sizes count all processes.
 
-Where it departs from the page: texts are packed into full sequences (its code pads each text to
-1,024 tokens). The global batch is that of all processes. Gradients are reduced to shards after
-every micro-batch (its no_sync is --gradient-sync last, which needs far more memory). Each decoder
-layer is a unit (its code shards the model as a whole). The learning rate has a schedule. The
-strategies keep FSDP1's names, but use FSDP2 (t5_fsdp.py has both versions).
+Follows "Run Torch FSDP"
+(https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example).
+docs/from-the-documents.md lists the differences, and where the last command's numbers come from.
 """
 
 import copy
@@ -96,11 +94,13 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
     DTensors, and each rank holds a shard of every one.
 
     full_model: the model with its weights, on rank 0 only. meta_model: the same model with shapes
-    only, so that no device has to hold the whole model.
+    only.
     """
+    # 1. Begin with shapes on the meta device, so that no device has to hold the whole model.
     model = copy.deepcopy(meta_model)
     layers = prepare_layers(args, model)
 
+    # 2. Shard each unit, the root last.
     replicas, shards = mesh_shape(args, world)
     options = {
         "mesh": make_mesh(world.device.type, replicas, shards),
@@ -126,6 +126,7 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
         if isinstance(module, FSDPModule) and world.device.type == "xpu":
             module.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average everywhere
 
+    # 3. Allocate this rank's shards, and copy rank 0's weights into them.
     common.load_weights(model, full_model, world, args.cpu_offload)
     return model
 
@@ -171,7 +172,8 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     layers = layers_of(model)
     if args.compile:
         for layer in layers:
-            layer.compile()  # in place: FSDP's hooks stay outside the graphs
+            # In place. It compiles `forward`, so FSDP's hooks stay outside the graphs.
+            layer.compile()
         cross_entropy.compile()  # then it makes no fp32 copy of the logits
 
     if args.activation_checkpointing:
@@ -193,11 +195,14 @@ def build(args, world, full_model, meta_model):
 
 
 def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective. Make one optimizer step. `micro_batches` are this rank's part of the global
-    batch.
+    """Collective. Make one optimizer step.
 
-    Returns this rank's summed loss and the gradient norm as tensors, because reading their values
-    would make the host wait for the device.
+    micro_batches: this rank's part of the global batch. Each is {input_ids, labels}, int64 of shape
+    (at most --micro-batch-size, --seq-length).
+
+    Returns two scalars: the loss in nats, summed over this rank's targets, and the norm of all
+    gradients before clipping. They are tensors, because reading their values would make the host
+    wait for the device.
     """
     global_targets = args.global_batch_size * args.seq_length
     loss_sum = torch.zeros((), device=world.device)
@@ -224,9 +229,14 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
 
 
 def summed_loss(model: nn.Module, batch: dict) -> tuple:
-    """Collective, like every forward of a sharded model. Return the cross-entropy, summed over all
-    targets that are not -100, and a balancing loss to add in training. A model with experts has
-    one if its config sets `output_router_logits`; it keeps all experts in use."""
+    """Collective, like every forward of a sharded model.
+
+    batch: {input_ids, labels}, int64 of shape (sequences, length). Labels are already shifted.
+
+    Returns two scalars: the cross-entropy in nats, summed over all targets that are not -100, and a
+    balancing loss to add in training. A model with experts has one if its config sets
+    `output_router_logits`. It keeps all experts in use.
+    """
     output = model(input_ids=batch["input_ids"], use_cache=False)
     balance = 0.0
     if getattr(output, "aux_loss", None) is not None:  # a mean over the targets
@@ -241,7 +251,7 @@ def summed_loss(model: nn.Module, batch: dict) -> tuple:
 
 
 class CrossEntropy(nn.Module):
-    """A module, so that --compile can compile it."""
+    """A module, because --compile compiles it in place, when the arguments are known."""
 
     def forward(self, logits, labels):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
@@ -251,6 +261,12 @@ cross_entropy = CrossEntropy()
 
 
 # ---- Model and data ----------------------------------------------------------------------------
+
+# How texts become sequences: docs/your-model-and-data.md explains streams and blocks.
+MAX_STREAMS = 8  # unless there are more processes
+TEXTS_PER_STREAM = 12  # at least: a hash divides them, and no stream should get none
+FILES_PER_GROUP = 8  # at least, counted as files of the largest one's size
+PIECES_PER_BLOCK = 100
 
 # PyTorch's attention (SDPA) under our own name, so that transformers builds no mask. Packed
 # sequences have no padding. Without a mask SDPA is causal, which is all they need. Under its usual
@@ -332,7 +348,7 @@ def load_config(args, tokenizer) -> PretrainedConfig:
     text_config = config.get_text_config()
     if text_config is not config:
         raise common.UserError(
-            f"--model {args.model} is not only a text model; use one of type"
+            f"--model {args.model} is not a text-only model; use one of type"
             f" {text_config.model_type}"
         )
     try:
@@ -390,7 +406,7 @@ def load_data(args, checkpoint: Path | None) -> tuple:
             " a lower --seq-length"
         )
     # With few texts, use fewer streams, so that none is empty.
-    texts.max_streams = min(8, len(set(to_train)) // 12)
+    texts.max_streams = min(MAX_STREAMS, len(set(to_train)) // TEXTS_PER_STREAM)
     # The checksum shows whether the data is the same on all nodes, and after a resume.
     content = [(Path(path).name, texts.sizes[path]) for path in texts.paths]
     texts.checksum = zlib.crc32(repr([content, to_train]).encode())
@@ -484,7 +500,10 @@ def tokenize(texts: list[str], tokenizer) -> list[list[int]]:
 
 
 def pack(token_lists: list[list[int]], length: int) -> dict:
-    """Concatenate texts and cut them into full sequences. Nothing is padded."""
+    """Concatenate texts and cut them into full sequences. Nothing is padded.
+
+    Returns input_ids and labels, int64 arrays of shape (sequences, length).
+    """
     tokens = np.concatenate(token_lists).astype(int)
     # Shift the labels here, across sequences. The model gets no labels: it would shift them again.
     end = (len(tokens) - 1) // length * length
@@ -497,13 +516,12 @@ def pack(token_lists: list[list[int]], length: int) -> dict:
 def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
     """Return stream `index` as a `datasets.IterableDataset`. It yields sequences without end, and
     its `state_dict()` is its position in the data."""
-    # The streams form groups, and every group has its own files. Make as many groups as possible,
-    # but so that each has at least eight times the data of the largest file. The streams of a group
-    # read the same files, and a hash divides the texts among them.
+    # The streams form groups, and every group has its own files. Make as many groups as possible.
+    # The streams of a group read the same files, and a hash divides the texts among them.
     sizes = texts.sizes.values()
     num_groups = 1
     for count in range(2, num_streams + 1):
-        if num_streams % count == 0 and sum(sizes) >= 8 * count * max(sizes):
+        if num_streams % count == 0 and sum(sizes) >= count * FILES_PER_GROUP * max(sizes):
             num_groups = count
     streams_per_group = num_streams // num_groups
     index_in_group, group = divmod(index, num_groups)
@@ -550,7 +568,7 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
         if count == 0:
             raise common.UserError("too few texts: use more texts, or a lower --seq-length")
         order = random.Random(hash((args.seed, index, indices[0]))).sample(range(count), count)
-        return {name: rows[order] for name, rows in sequences.items()}
+        return {name: array[order] for name, array in sequences.items()}
 
     # A block is a number of pieces, because texts can be very long or short. Repeat before packing:
     # then each pass has different blocks, in a different order.
@@ -559,11 +577,11 @@ def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
     )
     options = {"batched": True, "batch_size": 1, "remove_columns": ["texts"]}
     pieces = lists.repeat(None).map(cut, input_columns=["texts"], **options)
-    options = {"batched": True, "batch_size": 100, "remove_columns": ["tokens"]}
+    options = {"batched": True, "batch_size": PIECES_PER_BLOCK, "remove_columns": ["tokens"]}
     return pieces.map(pack_block, input_columns=["tokens"], with_indices=True, **options)
 
 
-class Steps(IterableDataset):
+class StepBatches(IterableDataset):
     """Yields the sequences of this rank for one step, and the positions of its streams after it.
 
     A step takes the same number of sequences from every stream, and the ranks divide the streams
@@ -575,8 +593,8 @@ class Steps(IterableDataset):
         if positions:
             num_streams = len(positions)
         else:
-            # As many as possible, so that a resumed run can have more processes. But at most eight,
-            # or one per rank, because every stream reads all files of its group.
+            # As many as possible, so that a resumed run can have more processes. But no more than
+            # MAX_STREAMS or one per rank, because every stream reads all files of its group.
             most = max(world.size, texts.max_streams)
             counts = range(world.size, most + 1, world.size)
             num_streams = max(count for count in counts if args.global_batch_size % count == 0)
@@ -606,11 +624,11 @@ class Steps(IterableDataset):
                 sequences += itertools.islice(iterator, self.num_sequences)
             if len(sequences) < self.num_sequences * len(iterators):
                 return  # a stream has no texts
-            arrays = {name: np.stack([row[name] for row in sequences]) for name in sequences[0]}
+            arrays = {name: np.stack([one[name] for one in sequences]) for name in sequences[0]}
             yield arrays, [stream.state_dict() for stream in streams]
 
 
-def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] | None):
+def batches_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] | None):
     """Yield this rank's micro-batches of each step, on its device, and the positions of its streams
     after the step. A worker process packs ahead.
 
@@ -618,7 +636,7 @@ def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] 
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise a forked worker hangs
     loader = DataLoader(
-        Steps(args, world, texts, tokenizer, positions),
+        StepBatches(args, world, texts, tokenizer, positions),
         batch_size=None,  # each item is a step
         num_workers=1,  # two would both yield every step
         collate_fn=tuple,  # changes nothing; the default would make tensors
@@ -629,8 +647,8 @@ def steps_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] 
         sequences = common.to_device(arrays, world.device)
         micro_batches = []
         for first in range(0, len(sequences["labels"]), args.micro_batch_size):
-            rows = slice(first, first + args.micro_batch_size)
-            micro_batches.append({name: tensor[rows] for name, tensor in sequences.items()})
+            part = slice(first, first + args.micro_batch_size)
+            micro_batches.append({name: tensor[part] for name, tensor in sequences.items()})
         yield micro_batches, positions
     raise common.UserError("too few texts: one of the streams of texts has none")
 
@@ -645,7 +663,10 @@ def gather_positions(world, positions: list[dict]) -> list[dict]:
 
 @torch.no_grad()
 def validate(args, world, model, sequences: dict, log, step: int):
-    """Collective. Print the mean loss over all held-out sequences."""
+    """Collective. Print the mean loss per token, in nats, over all held-out sequences.
+
+    sequences: {input_ids, labels}, int64 of shape (sequences, --seq-length), the same on all ranks.
+    """
     # Every rank must take part in every forward. And if all batches have the same size, --compile
     # makes only one graph. So repeat the first sequences at the end. Labels of -100 exclude these.
     count = len(sequences["labels"])
@@ -656,9 +677,9 @@ def validate(args, world, model, sequences: dict, log, step: int):
     model.eval()
     totals = torch.zeros(2, device=world.device)  # summed loss, targets
     for part in log.bar(parts, "validate", len(parts)):
-        batch = {name: rows[part % count] for name, rows in sequences.items()}  # copies
+        batch = {name: tensor[part % count] for name, tensor in sequences.items()}  # copies
         batch["labels"][part >= count] = -100
-        batch = {name: rows.to(world.device) for name, rows in batch.items()}
+        batch = {name: tensor.to(world.device) for name, tensor in batch.items()}
         loss, _ = summed_loss(model, batch)
         totals[0] += loss
         totals[1] += (batch["labels"] != -100).sum()
@@ -695,7 +716,7 @@ def mfu_per_token_per_second(args, world, meta_model) -> float:
     return flops_per_token / (args.peak_tflops * 1e12 * world.size)
 
 
-def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed: float):
+def compare_strategies(args, world, full_model, meta_model, log, batches, mfu_per_speed: float):
     """Collective. Time a few training steps under each strategy, with this model on these GPUs."""
     for strategy in RESHARD:
         args.sharding_strategy = strategy
@@ -704,7 +725,7 @@ def compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_
         times = []
         for _ in log.bar(range(7), strategy, 7):
             start = time.perf_counter()
-            micro_batches, _ = next(steps)
+            micro_batches, _ = next(batches)
             loss_sum, _ = train_step(args, world, model, optimizer, micro_batches)
             loss_sum.item()  # waits for the device
             times.append(time.perf_counter() - start)
@@ -749,7 +770,7 @@ def parse_args():
     at_least_0_float = common.at_least(0, float)
 
     add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="tiny", help="tiny, 150m, 1b, 7b, 13b, 70b; or pretrained: Hub name or folder")
+    add("--model", default="tiny", help=f"{', '.join(MODELS)}; or pretrained: Hub name or folder")
     add(
         "--dataset",
         default="builtin",
@@ -757,7 +778,10 @@ def parse_args():
         " name",
     )
     add("--text-column", default="text", help="column with the texts")
-    add("--tokenizer", help="Hub name or folder; else the model's, or one trained on the texts")
+    add(
+        "--tokenizer",
+        help="Hub name or folder; else the model's, or a new one of up to 32,000 tokens",
+    )
     add("--num-validation-texts", default=500, type=at_least_1, help="texts held out, at most")
     add("--seq-length", default=128, type=at_least_1, help="tokens in a sequence")
 
@@ -788,14 +812,19 @@ def parse_args():
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
-    add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="see the README")
+    add(
+        "--sharding-strategy",
+        default="FULL_SHARD",
+        choices=RESHARD,
+        help="what is sharded over which processes, from least to most memory",
+    )
     add(
         "--shards-per-replica",
         default=0,
         type=at_least_0,
         help="for the hybrids; 0: the processes of a node",
     )
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
+    add("--precision", default="auto", choices=("auto", *PRECISIONS), help=common.AUTO_PRECISION)
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
     add("--compile", **switch, help="torch.compile layers and loss: faster after a slow start")
@@ -868,8 +897,8 @@ def main(args, world):
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
     if args.compare_strategies:
         log.print(f"fsdp     every strategy, {args.precision}")
-        steps = steps_on_device(args, world, texts, tokenizer, None)
-        compare_strategies(args, world, full_model, meta_model, log, steps, mfu_per_speed)
+        batches = batches_on_device(args, world, texts, tokenizer, None)
+        compare_strategies(args, world, full_model, meta_model, log, batches, mfu_per_speed)
         return
     mesh = f"{replicas} x {shards} (replicas x shards)"
     log.print(f"fsdp     {args.sharding_strategy}, {mesh}, {args.precision}")
@@ -896,14 +925,15 @@ def main(args, world):
     start = time.perf_counter()
 
     remaining = range(step + 1, args.max_steps + 1)
-    steps = steps_on_device(args, world, texts, tokenizer, positions)
+    batches = batches_on_device(args, world, texts, tokenizer, positions)
     for step in log.bar(remaining, "train", len(remaining)):
         lr = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        micro_batches, positions = next(steps)
-        # Dropout must be the same after a resume, and differ between ranks. Seed after next(steps),
-        # because a DataLoader draws a random number when it starts.
+        micro_batches, positions = next(batches)
+        # Dropout must be the same after a resume, and differ between ranks. Seed after
+        # next(batches), because a DataLoader draws a random number when it starts. Hash only
+        # numbers: the hash of a string differs in each process.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
         step_loss, grad_norm = train_step(args, world, model, optimizer, micro_batches)

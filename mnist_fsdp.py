@@ -11,11 +11,11 @@ Trains three networks on drawn digits: first locally in one process, then sharde
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 mnist_fsdp.py
 
-Follows the notebook fsdp_tutorial.ipynb of https://github.com/AllenInstitute/distributed-vae. Its
-shallow network has 1,199,882 parameters, its deep one 94,104,234, most of them in one layer. Where
-it departs: a third network has equal layers and no dropout. Each test image counts once (the
-notebook leaves some out). Both halves shuffle. A batch is that of all processes. Memory is the peak
-of training (the notebook reads it before backward). FSDP2 is the default: FSDP1 is deprecated.
+Read `main` first. FSDP is in `shard_with_fsdp2` (or its twin `shard_with_fsdp1`) and
+`train_one_epoch`. Batch sizes count all processes.
+
+Follows the notebook fsdp_tutorial.ipynb of https://github.com/AllenInstitute/distributed-vae.
+docs/from-the-documents.md lists the differences.
 """
 
 import ctypes
@@ -117,7 +117,7 @@ class Residual(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Apply the ReLU first: behind weights of zero, it would pass no gradient on to them.
+        # Apply the ReLU first: after zero weights, it would pass no gradient on to them.
         active = F.relu(F.layer_norm(x, x.shape[-1:]))
         return x + 0.01 * super().forward(active)
 
@@ -148,8 +148,8 @@ class Network(nn.Module):
 
 
 NETWORKS = {
-    # As in a transformer, each unit is a small part of the whole. There is no dropout, which each
-    # process draws for itself. So the losses are the same on any number of processes.
+    # As in a transformer, each unit is a small part of the whole. No dropout: each process would
+    # draw its own mask. So the losses are the same on any number of processes.
     "layers": functools.partial(Network, 1024, equal_layers=40, dropout=(0, 0)),
     # The notebook's, which has no activation functions between its layers
     "deep": functools.partial(Network, 9000, 1000, 1000, 1000, 128),
@@ -258,8 +258,8 @@ def parse_args():
 
     add = parser.add_argument_group("FSDP").add_argument
     add("--mode", choices=("local", "fsdp"), help="run only one half; torchrun runs fsdp")
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
-    add("--min-num-params", default=20_000, type=at_least_1, help="parameters that make a unit")
+    add("--fsdp-version", default=2, type=int, choices=(1, 2), help=common.FSDP_VERSIONS)
+    add("--min-num-params", default=20_000, type=at_least_1, help="size of the smallest unit")
     add("--print-model", action="store_true", help="print the network with its units")
 
     common.add_run_flags(parser.add_argument_group("processes and output"))
@@ -302,7 +302,9 @@ def main(args, world):
     )
     test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
     if len(train_loader) == 0:
-        raise common.UserError(f"{len(train_set)} images do not fill --global-batch-size")
+        raise common.UserError(
+            f"{len(train_set)} images are fewer than --global-batch-size {args.global_batch_size}"
+        )
     for network in args.model:
         with torch.device("meta"):
             meta_model = NETWORKS[network]()

@@ -13,13 +13,12 @@ XPU: in a fresh environment, first install PyTorch's build for Intel GPUs, then 
     pip install torch torchvision --index-url https://download.pytorch.org/whl/xpu
     pip install -r requirements.txt
 
+Read `main` first. FSDP is in `shard_with_fsdp2` (or its twin `shard_with_fsdp1`) and
+`train_one_epoch`. The script has run only as a rehearsal, never on an Intel GPU.
+
 Follows
 https://intel.github.io/intel-extension-for-pytorch/xpu/2.1.10+xpu/tutorials/features/FSDP.html.
-That extension (`ipex`), its collectives (`oneccl_bindings_for_pytorch`) and their backend `ccl`
-ended with PyTorch 2.8. PyTorch's own `xpu` and `xccl` replace them. Where it departs: the wrap
-policy is used (the document forgets to pass it). Every process is seeded, and only one downloads. A
-batch is that of all processes. torchrun replaces `mp.spawn`. FSDP2 is the default. The script has
-run only as a rehearsal, never on an Intel GPU.
+docs/from-the-documents.md lists the differences.
 """
 
 import functools
@@ -222,8 +221,8 @@ def parse_args():
     add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")
 
     add = parser.add_argument_group("FSDP").add_argument
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
-    add("--min-num-params", default=100, type=at_least_1, help="parameters that make a unit")
+    add("--fsdp-version", default=2, type=int, choices=(1, 2), help=common.FSDP_VERSIONS)
+    add("--min-num-params", default=100, type=at_least_1, help="size of the smallest unit")
 
     common.add_run_flags(parser.add_argument_group("processes and output"))
     parser.set_defaults(device="xpu", save_model=False)  # XPU: never fall back to the CPU
@@ -241,7 +240,9 @@ def main(args, world):
     )
     test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
     if len(train_loader) == 0:
-        raise common.UserError(f"{len(train_set)} images do not fill --global-batch-size")
+        raise common.UserError(
+            f"{len(train_set)} images are fewer than --global-batch-size {args.global_batch_size}"
+        )
     log.print(
         f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test"
     )

@@ -16,12 +16,12 @@ articles in about two minutes on two cores.
         --dataset data/wikihowAll.csv --num-train-samples 1500 --epochs 2 --global-batch-size 32 \
         --test-batch-size 4 --lr 2e-3 --gamma 0.7   # the tutorial's; download the CSV by hand
 
+Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard_with_fsdp2` (or its twin
+`shard_with_fsdp1`), `train_step` and `common.load_weights`. Batch sizes count all processes.
+
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
-https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html. Where it departs: the
-loss is a mean over real target tokens (the tutorial also learns padding). Texts begin with T5's
-"summarize: ". Gradients are clipped at norm 1. The articles of a step have similar lengths. Each
-article is validated once. The best model is saved as a Hugging Face folder. FSDP2 is the default,
-and fp16 is a recipe. docs/from-the-documents.md lists what no longer runs in the tutorial's code.
+https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html.
+docs/from-the-documents.md lists the differences.
 """
 
 import argparse
@@ -111,11 +111,13 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
     """Collective. Shard with `fully_shard`: bottom-up, in place, one DTensor per parameter.
 
     full_model: the model with its weights, on rank 0 only. meta_model: the same model with shapes
-    only, so that no device has to hold the whole model.
+    only.
     """
+    # 1. Begin with shapes on the meta device, so that no device has to hold the whole model.
     model = copy.deepcopy(meta_model)
     layers = prepare_layers(args, model)
 
+    # 2. Shard each unit, the root last.
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     options = {
         "mesh": init_device_mesh(world.device.type, (world.size,)),
@@ -137,6 +139,7 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
         if world.device.type == "xpu":
             unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
 
+    # 3. Allocate this rank's shards, and copy rank 0's weights into them.
     common.load_weights(model, full_model, world, args.cpu_offload)
     register_fsdp_forward_method(model, "generate")  # gather the root there, too
     return model
@@ -189,8 +192,9 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         # have training and validation.
         torch._dynamo.config.recompile_limit = 32
         for layer in layers:
-            # In place: FSDP's hooks stay outside the graphs. Do not pass dynamic=True: it makes
-            # symbols of constants such as the number of position buckets, and Inductor fails.
+            # In place. It compiles `forward`, so FSDP's hooks stay outside the graphs. Do not pass
+            # dynamic=True: it makes symbols of constants such as the number of position buckets,
+            # and Inductor fails.
             layer.compile()
         cross_entropy.compile()  # then it makes no fp32 copy of the logits
 
@@ -212,11 +216,14 @@ def build(args, world, full_model, meta_model):
 
 
 def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective. Make one optimizer step. `batch` is this rank's part of the global batch, which
-    is computed in micro-batches.
+    """Collective. Make one optimizer step, in micro-batches.
 
-    Returns this rank's [summed loss, number of target tokens, number of all tokens] and the
-    gradient norm as tensors, because reading their values would make the host wait for the device.
+    batch: this rank's part of the global batch: {input_ids, attention_mask}, int64 of shape
+    (articles, source length), and labels, int64 of shape (articles, target length).
+
+    Returns tensors, because reading their values would make the host wait for the device: this
+    rank's [loss in nats, summed over its targets; number of target tokens; number of all tokens],
+    and the norm of all gradients before clipping.
     """
     num_targets = (batch["labels"] != -100).sum()
     global_targets = num_targets.clone()
@@ -225,8 +232,8 @@ def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torc
     loss_sum = torch.zeros((), device=world.device)
     optimizer.zero_grad()
     for first in range(0, len(batch["labels"]), args.micro_batch_size):
-        rows = slice(first, first + args.micro_batch_size)
-        micro_batch = {name: tensor[rows] for name, tensor in batch.items()}
+        part = slice(first, first + args.micro_batch_size)
+        micro_batch = {name: tensor[part] for name, tensor in batch.items()}
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by the number of
         # targets on all ranks: the gradient of the mean over the global batch, as in one process.
@@ -246,8 +253,9 @@ def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torc
 
 
 def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
-    """Collective, like every forward of a sharded model. Return the cross-entropy, summed over the
-    target tokens without padding."""
+    """Collective, like every forward of a sharded model. Return a scalar: the cross-entropy in
+    nats, summed over all targets that are not -100, which marks padding. `batch` is as in
+    `train_step`."""
     labels = batch["labels"]
     output = model(
         input_ids=batch["input_ids"],
@@ -260,7 +268,7 @@ def summed_loss(model: nn.Module, batch: dict) -> torch.Tensor:
 
 
 class CrossEntropy(nn.Module):
-    """A module, so that --compile can compile it."""
+    """A module, because --compile compiles it in place, when the arguments are known."""
 
     def forward(self, logits, labels):
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
@@ -271,8 +279,8 @@ cross_entropy = CrossEntropy()
 
 @torch.compiler.set_stance("force_eager")  # otherwise each length of a summary needs a graph
 def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
-    """Collective. Write summaries greedily. With `synced_gpus`, ranks that are done continue until
-    all are."""
+    """Collective. Write summaries greedily. Return token ids, int64 of shape (articles, at most
+    --max-target-length + 1). With `synced_gpus`, ranks that are done continue until all are."""
     options = {
         "input_ids": batch["input_ids"],
         "attention_mask": batch["attention_mask"],
@@ -416,7 +424,7 @@ def load_data(args, checkpoint) -> tuple:
     return config, tokenizer, train_set, validation_set, content
 
 
-def steps_on_device(args, world, articles, collate, step: int):
+def batches_on_device(args, world, articles, collate, step: int):
     """Yield this rank's batch of each step after `step`, on its device, epoch after epoch. A step
     has the same articles on any number of processes. They have similar lengths, because padding is
     wasted work."""
@@ -433,12 +441,12 @@ def steps_on_device(args, world, articles, collate, step: int):
         batches = chosen[list(sampler)].view(-1, batch_size).tolist()
         random.Random(epoch).shuffle(batches)  # the sampler sorts them from long to short
         mine = [batch[world.rank :: world.size] for batch in batches[done:]]
-        yield from batches_on_device(articles, mine, collate, world)
+        yield from load_batches(articles, mine, collate, world)
         epoch += 1
         done = 0
 
 
-def batches_on_device(articles, batches: list[list[int]], collate, world):
+def load_batches(articles, batches: list[list[int]], collate, world):
     """Yield padded batches on this rank's device. `batches` has the indices of their articles."""
     workers = {}
     if world.device.type != "cpu":
@@ -456,14 +464,14 @@ def batches_on_device(articles, batches: list[list[int]], collate, world):
 
 @torch.no_grad()
 def validate(args, world, model, articles, collate, log, step: int) -> float:
-    """Collective. Print and return the loss over all articles. Also print ROUGE of the first
-    NUM_SCORED, and an example."""
+    """Collective. Print and return the mean loss per target token, in nats, over all articles. Also
+    print ROUGE of the first NUM_SCORED, and an example."""
     # Every rank must take part in every forward. So repeat the first articles at the end. Labels of
     # -100 exclude these.
     padded = math.ceil(len(articles) / world.size) * world.size
     parts = torch.arange(world.rank, padded, world.size).split(args.test_batch_size)
     indices = [(part % len(articles)).tolist() for part in parts]
-    batches = batches_on_device(articles, indices, collate, world)
+    batches = load_batches(articles, indices, collate, world)
     num_scored = min(NUM_SCORED, len(articles))
     scorer = RougeScorer(ROUGE, tokenizer=RougeTokenizer())
 
@@ -561,7 +569,7 @@ def parse_args():
     add(
         "--micro-batch-size", default=16, type=at_least_1, help="articles on a GPU at once, at most"
     )
-    add("--test-batch-size", default=50, type=at_least_1, help="the same, in validation")
+    add("--test-batch-size", default=50, type=at_least_1, help="articles at once in validation")
     add("--lr", default=1e-3, type=at_least_0_float, help="learning rate of AdamW")
     add(
         "--gamma",
@@ -572,10 +580,15 @@ def parse_args():
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help="2: fully_shard; 1: the class")
-    add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="ZeRO-3, or ZeRO-2")
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help="auto: bf16 on new GPUs")
-    add("--backward-prefetch", default="pre", choices=PREFETCH, help="none: less memory")
+    add("--fsdp-version", default=2, type=int, choices=(1, 2), help=common.FSDP_VERSIONS)
+    add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="ZeRO-3 or ZeRO-2")
+    add("--precision", default="auto", choices=("auto", *PRECISIONS), help=common.AUTO_PRECISION)
+    add(
+        "--backward-prefetch",
+        default="pre",
+        choices=PREFETCH,
+        help="gather the next unit before a unit's backward, after it (FSDP1 only), or when needed",
+    )
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each T5Block: less memory, slower")
     add("--compile", **switch, help="torch.compile T5Blocks and loss: faster after a slow start")
@@ -616,7 +629,9 @@ def main(args, world):
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8, return_tensors="np")
     steps_per_epoch = len(train_set) // args.global_batch_size
     if steps_per_epoch == 0:
-        raise common.UserError(f"{len(train_set)} articles do not fill --global-batch-size")
+        raise common.UserError(
+            f"{len(train_set)} articles are fewer than --global-batch-size {args.global_batch_size}"
+        )
     log.print(
         f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate on;"
         f" {steps_per_epoch:,} steps of {args.global_batch_size} an epoch"
@@ -666,7 +681,7 @@ def main(args, world):
     start = time.perf_counter()
 
     remaining = range(step + 1, num_steps + 1)
-    batches = steps_on_device(args, world, train_set, collate, step)
+    batches = batches_on_device(args, world, train_set, collate, step)
     for step in log.bar(remaining, "train", len(remaining)):
         epoch = (step - 1) // steps_per_epoch
         lr = learning_rate(args, step, num_steps, epoch)
@@ -674,7 +689,8 @@ def main(args, world):
             group["lr"] = lr
         batch = next(batches)
         # Dropout must be the same after a resume, and differ between ranks. Seed after
-        # next(batches), because a DataLoader draws a random number when it starts.
+        # next(batches), because a DataLoader draws a random number when it starts. Hash only
+        # numbers: the hash of a string differs in each process.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
         step_totals, grad_norm = train_step(args, world, model, optimizer, batch)

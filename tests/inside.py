@@ -125,7 +125,7 @@ def t5_lengths_of_steps(lengths, batch_size, steps, rank, size):
     def collate(rows):
         return {"lengths": numpy.array([len(row["input_ids"]) for row in rows])}
 
-    batches = t5_fsdp.steps_on_device(args, world_of(rank, size), articles, collate, 0)
+    batches = t5_fsdp.batches_on_device(args, world_of(rank, size), articles, collate, 0)
     return [length for batch in itertools.islice(batches, steps) for length in batch["lengths"].tolist()]
 
 
@@ -205,7 +205,7 @@ def lm_packed(texts, args, tokenizer, script=lm_multinode):
 def lm_steps(args, tokenizer, script=lm_multinode, size=1):
     """Yield each step without a worker process: a list of the streams' sequences as arrays, ordered by rank."""
     texts, _ = lm_data(args, tokenizer, script)
-    ranks = [script.Steps(args, world_of(rank, size), texts, tokenizer, None) for rank in range(size)]
+    ranks = [script.StepBatches(args, world_of(rank, size), texts, tokenizer, None) for rank in range(size)]
     for parts in zip(*ranks, strict=True):
         streams = []
         for sequences, _ in parts:
@@ -217,7 +217,7 @@ def lm_steps(args, tokenizer, script=lm_multinode, size=1):
 
 def lm_loader(args, tokenizer):
     """The steps of one process, as tensors and positions, from the loader and its worker process."""
-    return lm_multinode.steps_on_device(args, world_of(), lm_data(args, tokenizer)[0], tokenizer, None)
+    return lm_multinode.batches_on_device(args, world_of(), lm_data(args, tokenizer)[0], tokenizer, None)
 
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
@@ -295,13 +295,13 @@ def read_other_data(script):
 
 def read_without_end(script, steps):
     """Make the LM's workers send `steps` steps, then read without end."""
-    iterate = script.Steps.__iter__
+    iterate = script.StepBatches.__iter__
 
     def iterate_and_wait(self):
         yield from itertools.islice(iterate(self), steps)
         time.sleep(400)
 
-    script.Steps.__iter__ = iterate_and_wait
+    script.StepBatches.__iter__ = iterate_and_wait
 
 
 def in_own_session(script):
@@ -396,21 +396,21 @@ def capture_graphs(script):
 
 def time_loader(script):
     """Write loader-RANK.json: for each step, the seconds that this rank waited for its data."""
-    steps_on_device = script.steps_on_device
+    batches_on_device = script.batches_on_device
 
-    def timed_steps(args, world, *arguments):
-        steps = steps_on_device(args, world, *arguments)
+    def timed_batches(args, world, *arguments):
+        batches = batches_on_device(args, world, *arguments)
         waits = []
         try:
             while True:
                 start = time.perf_counter()
-                step = next(steps)
+                batch = next(batches)
                 waits.append(time.perf_counter() - start)
-                yield step
+                yield batch
         finally:
             (args.output_dir / f"loader-{world.rank}.json").write_text(json.dumps(waits))
 
-    script.steps_on_device = timed_steps
+    script.batches_on_device = timed_batches
 
 
 def record_shards(script):

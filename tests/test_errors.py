@@ -35,7 +35,7 @@ USUAL = [
     ("t5_fsdp.py --model t5 --output-dir linked", 2, "replace --model", "--output-dir"),
     ("lm_multinode.py --model linked/model --output-dir t5/../linked", 1, "replace --model", "--output-dir"),
     ("t5_fsdp.py --output-dir trained", 1, "trained", "--resume", "--output-dir"),
-    ("t5_fsdp.py --global-batch-size 9", 2, "--global-batch-size", "multiple of 2 processes"),
+    ("t5_fsdp.py --global-batch-size 9", 2, "--global-batch-size", "multiple of 2"),
     ("t5_fsdp.py --dataset absent.csv", 2, "absent.csv"),
     ("t5_fsdp.py --dataset columns.csv", 1, "--dataset columns.csv", "text", "body", "abstract"),
     ("t5_fsdp.py --dataset empty.csv", 1, "--dataset empty.csv", "too few rows", "--max-summary-share"),
@@ -58,7 +58,7 @@ USUAL = [
     ("lm_multinode.py --tokenizer endless", 1, "EOS"),
     ("lm_multinode.py --model short --seq-length 65", 1, "--model short", "--seq-length of 64"),
     ("lm_multinode.py --sharding-strategy HYBRID_SHARD --shards-per-replica 2", 3, "--shards-per-replica"),
-    (f"{MNIST} --global-batch-size 9999", 1, "do not fill --global-batch-size"),
+    (f"{MNIST} --global-batch-size 9999", 1, "--global-batch-size"),
     ("mnist_fsdp.py --mode local", 2, "--mode local", "torchrun", "--num-processes"),
     ("mnist_fsdp.py --mode local --num-processes 2", None, "--mode local", "torchrun", "--num-processes"),
 ]
@@ -77,7 +77,7 @@ RARE = [
     ("lm_multinode.py --dataset late --num-validation-texts 9 --seq-length 8", 1, "99.jsonl", "holds int64"),
     (f"{T5} --lr 1e30 --precision fp32 --no-run-validation --checkpoint-every 2", 1, "finite", "--lr"),
     (f"{MNIST} --lr 1e30 --model shallow --global-batch-size 16 --mode fsdp", 2, "finite", "--lr"),
-    ("mnist_fsdp_xpu.py --device cpu --global-batch-size 99998", 2, "do not fill --global-batch-size"),
+    ("mnist_fsdp_xpu.py --device cpu --global-batch-size 99998", 2, "--global-batch-size"),
 ]
 MISTAKES = [pytest.param(*case[:2], case[2:], id=case[0]) for case in USUAL]
 MISTAKES += [pytest.param(*case[:2], case[2:], id=case[0], marks=pytest.mark.long) for case in RARE]
