@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch.distributed.run import get_args_parser
 
 import pytest
-from conftest import ROOT, SCRIPTS, run_many
+from conftest import ROOT, SCRIPTS, run_many, succeed
 
 from inside import LM_MODELS, lm_mesh_shape, parse
 
@@ -183,6 +183,14 @@ def test_every_table_renders():
             assert {len(row) for row in (ruler, *rows)} == {len(head)}, (page.name, head)
 
 
-def test_the_lines_of_fsdp_are_those_of_the_script():
-    [lines] = re.findall(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.S)
-    assert lines in (ROOT / "lm_multinode.py").read_text()
+def test_the_program_on_the_front_page_prints_the_same_on_any_number_of_processes(tmp_path):
+    page = (ROOT / "README.md").read_text()
+    [program] = re.findall(r"```python\n(.+?)```", page, re.S)
+    path = tmp_path / "minimal.py"
+    path.write_text(program)
+    loss = r"^step \d+ \| loss (\S+)$"
+    on_the_page = list(map(float, re.findall(loss, page, re.M)))
+    assert len(on_the_page) == 2
+    for size in (1, 2, 4):
+        printed = succeed(path, processes=size, CUDA_VISIBLE_DEVICES="").stdout
+        assert list(map(float, re.findall(loss, printed, re.M))) == pytest.approx(on_the_page, abs=3e-4)
