@@ -186,7 +186,8 @@ def test_a_saved_model_has_the_dtype_that_it_began_with(dtype, tiny_model, tiny_
 def test_built_in_shapes_have_the_published_sizes():
     """They are the document's model, TinyLlama and Llama 2."""
     sizes = {"tiny": 8_594_048, "150m": 214_983_680, "1b": 1_100_048_384, "7b": 6_738_415_616}
-    heads = {"tiny": 32, "150m": 64, "1b": 64, "7b": 128}
+    sizes |= {"13b": 13_015_864_320, "70b": 68_976_648_192}
+    heads = {"tiny": 32, "150m": 64, "1b": 64, "7b": 128, "13b": 128, "70b": 128}
     for name in inside.LM_MODELS:
         model = inside.lm_shape(name, 32_000)
         assert (model.num_parameters(), model.config.head_dim) == (sizes[name], heads[name])
