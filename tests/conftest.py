@@ -22,8 +22,11 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch
 
+import peft
 import pytest
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
@@ -44,6 +47,10 @@ SMALL = (
 CLOSE = {"abs": 1e-5}  # for losses of about 1 to 8, computed in different ways from the same weights
 # For losses after several steps of Adam. If a gradient is almost 0, rounding decides the sign of a step of size lr.
 AFTER_ADAM = {"abs": 1e-4}
+# .ci/run then also runs these tests with an older transformers, as the recipe's page says.
+needs_peft = pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason=f"transformers needs peft {MIN_PEFT_VERSION} for LoRA"
+)
 
 
 def fsdp(version):

@@ -16,7 +16,7 @@ from inside import LM_MODELS, lm_mesh_shape, parse
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = (*SCRIPTS, *(str(path.relative_to(ROOT)) for path in DOCUMENTS))
 PLACEHOLDER = "SCRIPT.py"  # any of the scripts
-NOT_HERE = {"T5_training.py"}  # the tutorial's
+NOT_HERE = {"T5_training.py", "minimal.py"}  # the tutorial's; the program on the front page
 
 RECIPES = {"DILOCO", "fp16"}  # values of flags that recipes add
 ARGUMENTS = r"[^`#;&|<>\n]*"

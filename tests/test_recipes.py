@@ -18,7 +18,20 @@ import torch.nn.functional as F
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from conftest import CLOSE, ROOT, SMALL, check_curves, curve, fsdp, make_llama, make_model, records, run_many, write_csv
+from conftest import (
+    CLOSE,
+    ROOT,
+    SMALL,
+    check_curves,
+    curve,
+    fsdp,
+    make_llama,
+    make_model,
+    needs_peft,
+    records,
+    run_many,
+    write_csv,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from plain import adamw, cross_entropy, lm_rate, t5_samples, train_lm, train_plainly, train_t5
 from shared import patched
@@ -141,6 +154,7 @@ def test_bart_and_m2m100_train_as_a_plain_loop_does(kind, tiny_model, articles_c
     assert len(re.findall(rf"{LAYERS} x FSDP\w+Layer\(", printed)) == 2  # units, in encoder and decoder
 
 
+@needs_peft
 @pytest.mark.long
 def test_t5_with_lora_trains_as_peft_does(tiny_model, articles_csv, tmp_path):
     def load(adapter):
@@ -152,6 +166,7 @@ def test_t5_with_lora_trains_as_peft_does(tiny_model, articles_csv, tmp_path):
     check_training(script, (*T5, "--model", tiny_model, "--dataset", articles_csv), plain, load, tmp_path)
 
 
+@needs_peft
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):

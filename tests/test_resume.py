@@ -16,6 +16,7 @@ from conftest import (
     make_llama,
     make_model,
     make_tokenizer,
+    needs_peft,
     records,
     run_many,
     started,
@@ -431,6 +432,7 @@ def test_the_loss_scale_of_fp16_resumes(t5, tmp_path):
     assert progress(tmp_path / "0", T5_STEPS)["scaler"]["_growth_tracker"] > 0  # the scaler counts steps
 
 
+@needs_peft
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["t5-lora", "lm-lora"])
 def test_adapters_resume(name, t5, lm, tmp_path):
