@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +38,7 @@ from tqdm import tqdm
 
 GIB = 2**30
 USABLE = 0.9  # the share of a GPU's memory that a run may use; CUDA and NCCL also need some
+MOST_TRACED = 3  # micro-batches of a step
 T5 = {  # d_model, d_ff, layers, heads and d_kv of the models on the Hub
     "t5-small": (512, 2048, 6, 8, 64),
     "t5-base": (768, 3072, 12, 12, 64),
@@ -112,6 +114,7 @@ class Sending(TorchDispatchMode):
         super().__init__()
         self.per_node = per_node
         self.inside = self.between = 0.0
+        self.repeats = 1  # how many times the current micro-batch counts
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
@@ -125,7 +128,7 @@ class Sending(TorchDispatchMode):
             on_node = sum(rank < self.per_node for rank in ranks)  # this process is rank 0, on the first node
 
             whole = max(sum(leaf.nbytes for leaf in tensors_in(value)) for value in (*arguments, result))
-            sent = rounds[0] * whole * (len(ranks) - 1) / len(ranks)
+            sent = self.repeats * rounds[0] * whole * (len(ranks) - 1) / len(ranks)
             between = sent / on_node if len(ranks) > on_node else 0
             self.between += between
             self.inside += sent - between
@@ -168,25 +171,33 @@ class Run:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()  # creates the optimizer's state
             self.optimizer.zero_grad()
-        self.step()  # the first step allocates memory that later steps reuse
+            self.model._get_fsdp_state()._lazy_init()
+            for module in self.model.modules():  # creates the storages that every step gathers parameters into
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    module.reshard()
 
     def longest_batch(self):
-        """The batch for train_step, with samples of the full length."""
+        """The batch for train_step, with samples of the full length. All micro-batches but the first and the last need
+        the same. So only one of them is traced, the second, and counts `repeats` times."""
         args = self.args
         count = args.global_batch_size // self.size
+        left_out = max(0, math.ceil(count / args.micro_batch_size) - MOST_TRACED)
+        self.repeats = 1 + left_out
+        rows = count - left_out * args.micro_batch_size
         if self.is_lm:
             self.describe(count, f"sequences of {args.seq_length:,} tokens", args.seq_length)
             tokens = torch.ones(count, args.seq_length, dtype=torch.long)
             positions = tokens.cumsum(1) - 1  # only a recipe reads them
             names = ("input_ids", "labels", "positions")
-            parts = [tensor.split(args.micro_batch_size) for tensor in (tokens, tokens.clone(), positions)]
+            parts = [tensor[:rows].split(args.micro_batch_size) for tensor in (tokens, tokens.clone(), positions)]
             return [dict(zip(names, micro_batch, strict=True)) for micro_batch in zip(*parts, strict=True)]
 
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
         self.describe(count, f"articles of {source:,} tokens and summaries of {target:,}", source + target)
         words = torch.ones(count, source, dtype=torch.long)
         labels = torch.ones(count, target, dtype=torch.long)
-        return {"input_ids": words, "attention_mask": words.clone(), "labels": labels}
+        return {"input_ids": words[:rows], "attention_mask": words.clone()[:rows], "labels": labels[:rows]}
 
     def describe(self, count: int, samples: str, sample_tokens: int) -> None:
         """Note what a step consists of, to print it later."""
@@ -203,6 +214,9 @@ class Run:
         def in_backward(tensor, *arguments, **options):
             tracker.phase = "backward"
             backward(tensor, *arguments, **options)
+            repeats = next(repeats_of_next, 1)
+            for mode in modes:
+                mode.repeats = repeats
 
         def in_phase(name):
             return lambda *_: setattr(tracker, "phase", name)
@@ -210,6 +224,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.fake)
             batch = self.longest_batch()
+            repeats_of_next = iter([self.repeats])
             tracker = Tracker(self.model, self.optimizer, at, self.args.cpu_offload)
             stack.enter_context(mock.patch.object(torch.Tensor, "backward", in_backward))
             stack.enter_context(mock.patch.object(F, "grouped_mm", grouped_mm))
