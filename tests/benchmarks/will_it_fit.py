@@ -271,7 +271,7 @@ class Run:
         return max(self.step().totals)
 
     def cost(self, gpu: Gpu = GPUS["H100"]) -> dict:
-        """The peak in bytes, its kinds and where it is; the bytes that a process sends in a step; its kernels."""
+        """The peak in bytes, its breakdown and where it is; the bytes that a process sends in a step; its kernels."""
         totals = self.step().totals
         peak = totals.index(max(totals))
         sending = Sending(self.world.local_size)
