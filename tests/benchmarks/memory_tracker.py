@@ -48,10 +48,10 @@ class Tracker(TorchDispatchMode):
         self.groups = [group for group in groups if group]
         self.sharded = [parameter for group in self.groups for parameter in group.fsdp_params]
         # FSDP2 gathers parameters into these storages. It frees them by resizing them to 0 bytes.
-        self.gathered = {}
-        for parameter in self.sharded:
-            for output in parameter.all_gather_outputs:
-                self.gathered[storage_of(output)._cdata] = storage_of(output)
+        outputs = [[o for p in group.fsdp_params for o in p.all_gather_outputs] for group in self.groups]
+        self.gathered = {storage_of(output)._cdata for unit in outputs for output in unit}
+        # It gathers and frees all parameters of a unit together: one storage tells whether they are gathered.
+        self.units = [(storage_of(unit[0]), sum(output.nbytes for output in unit)) for unit in outputs if unit]
 
         self.alive = {}
         self.alive_bytes = 0
@@ -88,7 +88,7 @@ class Tracker(TorchDispatchMode):
         self.alive_bytes -= size
 
     def gathered_bytes(self) -> int:
-        return sum(map(torch.UntypedStorage.nbytes, self.gathered.values()))
+        return sum(nbytes for storage, nbytes in self.units if storage.nbytes() > 0)
 
     def bytes_by_kind(self) -> dict[str, int]:
         sizes = dict.fromkeys(KINDS, 0)

@@ -146,6 +146,7 @@ class Kernels(TorchDispatchMode):
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()
         self.gpu = gpu
+        self.repeats = 1  # how many times the current micro-batch counts
         self.count = 0
         self.forward_flops = 0
         self.product_seconds = 0.0  # of matrix products and attention
@@ -184,12 +185,12 @@ class Kernels(TorchDispatchMode):
         if not read and not written:
             return
 
-        self.count += 1
-        memory_seconds = traffic([*read, *written]) / (MEMORY_SHARE * self.gpu.memory_gbytes * 1e9)
+        self.count += self.repeats
+        memory_seconds = self.repeats * traffic([*read, *written]) / (MEMORY_SHARE * self.gpu.memory_gbytes * 1e9)
         if function.overloadpacket not in flop_registry:
             self.memory_seconds += memory_seconds
             return
-        flops = flop_registry[function.overloadpacket](*arguments, **options, out_val=result)
+        flops = self.repeats * flop_registry[function.overloadpacket](*arguments, **options, out_val=result)
         if torch._C._current_graph_task_id() == -1:  # outside backward, which also recomputes
             self.forward_flops += flops
         self.product_seconds += max(flops / self.rate(name, read[0].dtype), memory_seconds)

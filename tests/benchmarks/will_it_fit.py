@@ -4,6 +4,7 @@ at its peak, sends and computes, without a GPU. docs/will-it-fit.md explains the
     python tests/benchmarks/will_it_fit.py t5_fsdp.py --model google-t5/t5-3b --num-processes 4 --gpu A100-40
     python tests/benchmarks/will_it_fit.py lm_multinode.py --model 7b --seq-length 1024 --num-processes 16 \\
         --activation-checkpointing --sweep sharding-strategy --network-gbits 100 400 --plot memory.png
+    python tests/benchmarks/will_it_fit.py lm_multinode.py --sweep model=1b,7b --hardware 1x24 8x40 --seq-length 4096
 
 All other flags are the script's. The tool calls the script's own parse_args, build and train_step on fake tensors,
 which have a shape but no data. Your own copy of a script works, too. Every sample has the full length. `--model` is
@@ -16,6 +17,7 @@ import contextlib
 import importlib.util
 import itertools
 import math
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +40,7 @@ from tqdm import tqdm
 
 GIB = 2**30
 USABLE = 0.9  # the share of a GPU's memory that a run may use; CUDA and NCCL also need some
+MOST_TRACED = 3  # micro-batches of a step
 T5 = {  # d_model, d_ff, layers, heads and d_kv of the models on the Hub
     "t5-small": (512, 2048, 6, 8, 64),
     "t5-base": (768, 3072, 12, 12, 64),
@@ -51,6 +55,12 @@ def positive(text: str) -> float:
     if not float(text) > 0:
         raise argparse.ArgumentTypeError(f"{text} is not larger than 0")
     return float(text)
+
+
+def hardware(text: str) -> tuple[int, float]:
+    """An argparse type: 8x40 is 8 GPUs of 40 GiB each."""
+    count, gib = map(positive, text.split("x"))
+    return int(count), gib
 
 
 def fail(message: str) -> None:
@@ -76,6 +86,11 @@ def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
         return transformers.T5Config(**shape, decoder_start_token_id=0)
 
     if hasattr(script, "load_config"):  # the LM script, which takes the vocabulary from a tokenizer
+        if name not in script.MODELS and re.fullmatch(r"[\d.]+[mb]", name.lower()) and not Path(name).exists():
+            fail(
+                f"there is no --model {name}, only {', '.join(script.MODELS)}: add a row to MODELS in a copy of the"
+                " script, or pass a folder with a config.json, or a name on the Hub"
+            )
         if args.tokenizer:
             return script.load_config(args, script.common.load_tokenizer(args.tokenizer))
         last = vocabulary - 1 if args.model in script.MODELS else 0
@@ -112,6 +127,7 @@ class Sending(TorchDispatchMode):
         super().__init__()
         self.per_node = per_node
         self.inside = self.between = 0.0
+        self.repeats = 1  # how many times the current micro-batch counts
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
@@ -125,7 +141,7 @@ class Sending(TorchDispatchMode):
             on_node = sum(rank < self.per_node for rank in ranks)  # this process is rank 0, on the first node
 
             whole = max(sum(leaf.nbytes for leaf in tensors_in(value)) for value in (*arguments, result))
-            sent = rounds[0] * whole * (len(ranks) - 1) / len(ranks)
+            sent = self.repeats * rounds[0] * whole * (len(ranks) - 1) / len(ranks)
             between = sent / on_node if len(ranks) > on_node else 0
             self.between += between
             self.inside += sent - between
@@ -133,7 +149,7 @@ class Sending(TorchDispatchMode):
 
 
 class Run:
-    """One process of a run on fake tensors, ready to make training steps."""
+    """One process of a run on fake tensors."""
 
     def __init__(self, path: str, flags: list[str], options) -> None:
         sys.argv = [str(path), *flags, "--device", "cpu"]  # the last --device counts
@@ -158,7 +174,22 @@ class Run:
         self.script.init_device_mesh = unset_fake_temporarily()(self.script.init_device_mesh)
         self.script.common.load_weights = lambda model, *_: model.to_empty(device="cpu")
         self.config = config_of(self.script, self.args, options.vocabulary)
-        meta_model = make_meta_model(self.script, self.world, self.config)
+        self.meta_model = make_meta_model(self.script, self.world, self.config)
+
+    def least(self) -> float:
+        """Bytes that a process needs at least: its shard of the state in AdamW's step; or at the end of forward this
+        shard without gradients, and parameters that stay gathered."""
+        shards = self.script.mesh_shape(self.args, self.world)[1] if self.is_lm else self.size
+        parameters = list(self.meta_model.parameters())
+        state = (
+            sum(p.nbytes + 12 * p.numel() * p.requires_grad for p in parameters) / shards * (not self.args.cpu_offload)
+        )
+        stay = self.args.precision != "fp32" and not self.script.RESHARD[self.args.sharding_strategy]
+        return max(state, 3 / 4 * state + 2 * stay * sum(p.numel() for p in parameters))
+
+    def build(self) -> None:
+        """Get ready to make training steps."""
+        meta_model = self.meta_model
         meta_model.__deepcopy__ = lambda _: meta_model  # `build` copies it, but fake tensors cannot copy buffers
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # meta_model has meta tensors, which are not fake
         with self.fake:
@@ -168,25 +199,33 @@ class Run:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()  # creates the optimizer's state
             self.optimizer.zero_grad()
-        self.step()  # the first step allocates memory that later steps reuse
+            self.model._get_fsdp_state()._lazy_init()
+            for module in self.model.modules():  # creates the storages that every step gathers parameters into
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    module.reshard()
 
     def longest_batch(self):
-        """The batch for train_step, with samples of the full length."""
+        """The batch for train_step, with samples of the full length. All micro-batches but the first and the last need
+        the same. So only one of them is traced, the second, and counts `repeats` times."""
         args = self.args
         count = args.global_batch_size // self.size
+        left_out = max(0, math.ceil(count / args.micro_batch_size) - MOST_TRACED)
+        self.repeats = 1 + left_out
+        rows = count - left_out * args.micro_batch_size
         if self.is_lm:
             self.describe(count, f"sequences of {args.seq_length:,} tokens", args.seq_length)
             tokens = torch.ones(count, args.seq_length, dtype=torch.long)
             positions = tokens.cumsum(1) - 1  # only a recipe reads them
             names = ("input_ids", "labels", "positions")
-            parts = [tensor.split(args.micro_batch_size) for tensor in (tokens, tokens.clone(), positions)]
+            parts = [tensor[:rows].split(args.micro_batch_size) for tensor in (tokens, tokens.clone(), positions)]
             return [dict(zip(names, micro_batch, strict=True)) for micro_batch in zip(*parts, strict=True)]
 
         source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
         self.describe(count, f"articles of {source:,} tokens and summaries of {target:,}", source + target)
         words = torch.ones(count, source, dtype=torch.long)
         labels = torch.ones(count, target, dtype=torch.long)
-        return {"input_ids": words, "attention_mask": words.clone(), "labels": labels}
+        return {"input_ids": words[:rows], "attention_mask": words.clone()[:rows], "labels": labels[:rows]}
 
     def describe(self, count: int, samples: str, sample_tokens: int) -> None:
         """Note what a step consists of, to print it later."""
@@ -203,6 +242,9 @@ class Run:
         def in_backward(tensor, *arguments, **options):
             tracker.phase = "backward"
             backward(tensor, *arguments, **options)
+            repeats = next(repeats_of_next, 1)
+            for mode in modes:
+                mode.repeats = repeats
 
         def in_phase(name):
             return lambda *_: setattr(tracker, "phase", name)
@@ -210,6 +252,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.fake)
             batch = self.longest_batch()
+            repeats_of_next = iter([self.repeats])
             tracker = Tracker(self.model, self.optimizer, at, self.args.cpu_offload)
             stack.enter_context(mock.patch.object(torch.Tensor, "backward", in_backward))
             stack.enter_context(mock.patch.object(F, "grouped_mm", grouped_mm))
@@ -228,7 +271,7 @@ class Run:
         return max(self.step().totals)
 
     def cost(self, gpu: Gpu = GPUS["H100"]) -> dict:
-        """The peak in bytes, its kinds and where it is; the bytes that a process sends in a step; its kernels."""
+        """The peak in bytes, its breakdown and where it is; the bytes that a process sends in a step; its kernels."""
         totals = self.step().totals
         peak = totals.index(max(totals))
         sending = Sending(self.world.local_size)
@@ -261,33 +304,92 @@ class Run:
 
 
 @contextlib.contextmanager
-def traced(path: str, flags, options):
-    """A `Run` for one `with` block, which then removes its process group."""
+def traced(path: str, flags, options, build=True):
+    """A `Run` for one `with` block, which then removes its process group. With `build` it can make training steps."""
     try:
-        yield Run(path, list(map(str, flags)), options)
+        run = Run(path, list(map(str, flags)), options)
+        if build:
+            run.build()
+        yield run
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def draw(file: str, gib: float, steps: dict[str, Tracker]) -> None:
+def draw(file: str, gib: float, memory: str, steps: dict[str, Tracker]) -> None:
     """One panel per step: the memory of each kind after every operation."""
     import matplotlib.pyplot as plt
 
-    size = (max(8, 4 * len(steps) + 1), 4)  # inches
+    plt.rcParams["font.size"] = 13
+    colors = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#999999")  # Okabe and Ito's, for the color-blind
+    size = (max(6, 3.6 * len(steps) + 0.8), 4.6)  # inches
     figure, panels = plt.subplots(1, len(steps), sharey=True, squeeze=False, figsize=size, layout="constrained")
     for panel, (title, tracker) in zip(panels[0], steps.items(), strict=True):
         kinds = tracker.kinds.values()
-        panel.stackplot(range(len(kinds)), [[sizes[kind] / GIB for sizes in kinds] for kind in KINDS], labels=KINDS)
-        panel.axhline(gib, color="black", linestyle="--", label=f"a GPU of {gib:g} GiB")
+        heights = [[sizes[kind] / GIB for sizes in kinds] for kind in KINDS]
+        panel.stackplot(range(len(kinds)), heights, labels=KINDS, colors=colors)
+        panel.axhline(gib, color="black", linestyle="--")
         starts = [n for n, pair in enumerate(itertools.pairwise(tracker.phases), 1) if pair[0] != pair[1]]
-        panel.set_xticks([0, *starts], [tracker.phases[n] for n in (0, *starts)], rotation=90)
+        panel.set_xticks([0, *starts], [tracker.phases[n] for n in (0, *starts)], ha="left")
+        panel.get_xticklabels()[-1].set_ha("right")  # the optimizer
+        if len(starts) > 2:  # several micro-batches
+            panel.tick_params(axis="x", rotation=90)
         panel.margins(x=0)
-        panel.set_title(title)
+        panel.set_title(f"{title}: {max(tracker.totals) / GIB:.1f} GiB", fontsize="medium", fontweight="bold")
+    panel.text(0.98, gib, memory, transform=panel.get_yaxis_transform(), ha="right", va="bottom")
     panels[0, 0].set_ylabel("GiB of one process")
-    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(file, dpi=150)
     print(f"drawn in {file}: memory after each operation of a step")
+
+
+def values_of(sweep: str, script: str) -> tuple[str, dict[str, list[str]]]:
+    """The flag of --sweep, and the flags to add for each of its values. Without --sweep: one value, no flags."""
+    name, _, values = sweep.partition("=")
+    if name == "sharding-strategy" and not values:
+        values = ",".join(load_script(script).RESHARD)
+    if name and not values:
+        fail(f"--sweep {name} needs values: {name}=1,2")
+    return name, {value: [f"--{name}", value] if name else [] for value in values.split(",")}
+
+
+def print_default(settings: dict, flags: list[str]) -> None:
+    """Say how long the samples are if no flag does: the default is short for a large model."""
+    name = "seq_length" if "seq_length" in settings else "max_source_length"
+    flag = f"--{name.replace('_', '-')}"
+    if not any(given.startswith(flag) for given in flags):
+        print(f"for {flag} {settings[name]}, the default")
+
+
+def print_hardware(options, flags: list[str]) -> None:
+    """Print a table of the first strategy that fits, in the order of docs/multi-node.md, with a row for each value of
+    --sweep and a column for each --hardware."""
+    name, values = values_of(options.sweep, options.script)
+    of_script = load_script(options.script).RESHARD
+    rows = []
+    for value, more in tqdm(values.items(), "trace", leave=False, disable=None):
+        peaks = {}  # by number of GPUs and strategy
+        rows.append({name: value})
+        for count, gib in options.hardware:
+            strategies = ["SHARD_GRAD_OP", "FULL_SHARD"]
+            if count == 1:  # SHARD_GRAD_OP equals NO_SHARD; FULL_SHARD holds fewer bf16 copies of parameters
+                strategies[0] = "NO_SHARD"
+            elif count > options.per_node:
+                strategies[:0] = "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD"
+            cell = "no"
+            for case in ((count, strategy) for strategy in strategies if strategy in of_script):
+                pair = ["--num-processes", count, "--sharding-strategy", case[1]]
+                with traced(options.script, [*flags, *more, *pair], options, build=False) as run:
+                    if case not in peaks and run.least() <= USABLE * gib * GIB:
+                        run.build()
+                        peaks[case] = run.peak()
+                if peaks.get(case, math.inf) <= USABLE * gib * GIB:
+                    cell = f"{short(peaks[case] / GIB)} {case[1]}"
+                    break
+            rows[-1][f"{count} x {gib:g} GiB"] = cell
+    print_aligned(rows)
+    print(f"\nGiB that a process holds at its peak; it may use up to {USABLE:.0%} of its GPU's memory")
+    print_default(vars(run.args), [*flags, *more])
 
 
 def answer(options, flags: list[str]) -> None:
@@ -295,14 +397,9 @@ def answer(options, flags: list[str]) -> None:
     gpu = GPUS[options.gpu]
     gib = options.device_gib or gpu.memory_gib
     usable = USABLE * gib * GIB
-    name, _, values = options.sweep.partition("=")
-    if name == "sharding-strategy" and not values:
-        values = ",".join(load_script(options.script).RESHARD)
-    if name and not values:
-        fail(f"--sweep {name} needs values: {name}=1,2")
+    name, values = values_of(options.sweep, options.script)
     costs, steps = {}, {}  # by value
-    for value in tqdm(values.split(","), "trace", leave=False, disable=None):
-        more = [f"--{name}", value] if name else []
+    for value, more in tqdm(values.items(), "trace", leave=False, disable=None):
         with traced(options.script, [*flags, *more], options) as run:
             costs[value] = cost = run.cost(gpu)
             if options.plot:
@@ -318,6 +415,7 @@ def answer(options, flags: list[str]) -> None:
     if not fitting:
         cure = f"it fits with {find_cure(options, flags, settings, usable)}"
         print(textwrap.fill(cure, 110, break_on_hyphens=False, subsequent_indent="    "))
+    print_default(settings, [*flags, *more])
     print()
     networks = options.network_gbits if any(cost["between"] for cost in costs.values()) else [None]
     if name:
@@ -331,7 +429,7 @@ def answer(options, flags: list[str]) -> None:
         print("the host, which starts the kernels, may be the limit: try a larger micro-batch or --compile")
     print("not counted: validation, --compile, and the time that --cpu-offload takes")
     if options.plot:
-        draw(options.plot, gib, steps)
+        draw(options.plot, gib, size, steps)
 
 
 # Flags that make a run fit, if the script has them.
@@ -345,16 +443,20 @@ CURES = {
 
 
 def find_cure(options, flags: list[str], settings: dict, usable: float) -> str:
-    """Add the flags of CURES one by one until the run fits."""
+    """Add the flags of CURES one by one until the run fits. Halve the micro-batch as often as needed."""
     added = []
     for name, value in CURES.items():
-        if settings.get(name, value) == value:
+        old = settings.get(name, value)
+        if old == value:
             continue
         flag = f"--{name.replace('_', '-')}"
-        added += [flag] if value is True else [flag, str(value)]
-        with traced(options.script, [*flags, *added], options) as run:
-            if run.peak() <= usable:
-                return " ".join(added)
+        values = [old >> n for n in range(1, old.bit_length())] if name == "micro_batch_size" else [value]
+        for new in values:
+            more = [flag] if new is True else [flag, str(new)]
+            with traced(options.script, [*flags, *added, *more], options) as run:
+                if run.peak() <= usable:
+                    return " ".join([*added, *more])
+        added += more
     return "more GPUs, or larger ones"
 
 
@@ -411,13 +513,21 @@ def print_prediction(cost: dict, gpu: Gpu, networks: list) -> None:
         print(f"  at most                 {cost['tokens'] / least:,.0f} tokens/s, MFU {mfu:.1%}")
 
 
+def print_aligned(rows: list[dict[str, str]]) -> None:
+    """A Markdown table of dictionaries with the same keys. The first column is aligned to the left."""
+    table = [list(row.values()) for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(rows[0], *table, strict=True)]
+    for cells in (rows[0], ["-" * width for width in widths], *table):
+        first, *others = map(str.rjust, cells, widths)
+        print(f"| {' | '.join([first.strip().ljust(widths[0]), *others])} |")
+
+
 def print_sweep(name: str, costs: dict[str, dict], gpu: Gpu, networks: list) -> None:
     """A Markdown table with one row per value. `<-` marks the fastest at each speed of the network."""
     batches = {cost["batch in words"] for cost in costs.values()}
-    longest = max(map(len, (name, *costs)))
     rows = []
     for value, cost in costs.items():
-        row = {name.ljust(longest): value.ljust(longest), "fits": "yes" if cost["fits"] else "no"}
+        row = {name: value, "fits": "yes" if cost["fits"] else "no"}
         row |= {"peak, GiB": f"{cost['peak'] / GIB:.2f}", "max batch": f"{cost['largest']:,}"}
         if len(batches) > 1:
             row["processes x samples"] = cost["batch"]
@@ -430,10 +540,7 @@ def print_sweep(name: str, costs: dict[str, dict], gpu: Gpu, networks: list) -> 
             row[column] = bounds(parts_of_step(cost, gpu, gbits)) + mark
         rows.append(row)
 
-    table = [list(row.values()) for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(rows[0], *table, strict=True)]
-    for cells in (rows[0], ["-" * width for width in widths], *table):
-        print(f"| {' | '.join(map(str.rjust, cells, widths))} |")
+    print_aligned(rows)
     print("\nmax batch: the largest micro-batch that fits, in a step without accumulation")
     if len(batches) == 1:
         print(f"a step: {cost['batch in words']}")
@@ -447,6 +554,8 @@ def main() -> None:
     add("--gpu", default="H100", choices=GPUS, help="the GPU: its memory, its speed, its link inside a node")
     add("--device-gib", type=positive, help="memory of another GPU in GiB, as PyTorch reports it")
     add("--sweep", default="", help="flag=value,value: one row per value; sharding-strategy alone: all strategies")
+    more = "for example 8x40 64x80: a table of what fits 8 GPUs of 40 GiB, and 64 of 80, and with which strategy"
+    add("--hardware", type=hardware, nargs="+", metavar="GPUSxGIB", help=more)
     add("--network-gbits", type=positive, nargs="+", default=[100], help="Gbit/s of a node's network; one or several")
     add("--processes-per-node", dest="per_node", type=positive, default=8, help="GPUs of a node")
     add("--vocabulary", type=int, default=32_000, help="tokens of the tokenizer, for a MODELS row without --tokenizer")
@@ -456,7 +565,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     if options.plot and not importlib.util.find_spec("matplotlib"):
         parser.error("--plot needs matplotlib: pip install matplotlib")
-    answer(options, flags)
+    (print_hardware if options.hardware else answer)(options, flags)
 
 
 if __name__ == "__main__":
