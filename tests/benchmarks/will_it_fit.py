@@ -181,11 +181,13 @@ class Run:
         shard without gradients, and parameters that stay gathered."""
         shards = self.script.mesh_shape(self.args, self.world)[1] if self.is_lm else self.size
         parameters = list(self.meta_model.parameters())
-        state = (
-            sum(p.nbytes + 12 * p.numel() * p.requires_grad for p in parameters) / shards * (not self.args.cpu_offload)
-        )
-        stay = self.args.precision != "fp32" and not self.script.RESHARD[self.args.sharding_strategy]
-        return max(state, 3 / 4 * state + 2 * stay * sum(p.numel() for p in parameters))
+        state = sum(p.nbytes + 12 * p.numel() * p.requires_grad for p in parameters) / shards
+        if self.args.cpu_offload:
+            state = 0
+        gathered = 0
+        if self.args.precision != "fp32" and not self.script.RESHARD[self.args.sharding_strategy]:
+            gathered = 2 * sum(p.numel() for p in parameters)
+        return max(state, 3 / 4 * state + gathered)
 
     def build(self) -> None:
         """Get ready to make training steps."""
@@ -377,14 +379,15 @@ def print_hardware(options, flags: list[str]) -> None:
             elif count > options.per_node:
                 strategies[:0] = "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD"
             cell = "no"
-            for case in ((count, strategy) for strategy in strategies if strategy in of_script):
-                pair = ["--num-processes", count, "--sharding-strategy", case[1]]
+            for strategy in filter(of_script.__contains__, strategies):
+                case = (count, strategy)
+                pair = ["--num-processes", count, "--sharding-strategy", strategy]
                 with traced(options.script, [*flags, *more, *pair], options, build=False) as run:
                     if case not in peaks and run.least() <= USABLE * gib * GIB:
                         run.build()
                         peaks[case] = run.peak()
                 if peaks.get(case, math.inf) <= USABLE * gib * GIB:
-                    cell = f"{short(peaks[case] / GIB)} {case[1]}"
+                    cell = f"{short(peaks[case] / GIB)} {strategy}"
                     break
             rows[-1][f"{count} x {gib:g} GiB"] = cell
     print_aligned(rows)
@@ -565,7 +568,10 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     if options.plot and not importlib.util.find_spec("matplotlib"):
         parser.error("--plot needs matplotlib: pip install matplotlib")
-    (print_hardware if options.hardware else answer)(options, flags)
+    if options.hardware:
+        print_hardware(options, flags)
+    else:
+        answer(options, flags)
 
 
 if __name__ == "__main__":
