@@ -181,9 +181,8 @@ class Run:
         shard without gradients, and parameters that stay gathered."""
         shards = self.script.mesh_shape(self.args, self.world)[1] if self.is_lm else self.size
         parameters = list(self.meta_model.parameters())
-        state = (
-            sum(p.nbytes + 12 * p.numel() * p.requires_grad for p in parameters) / shards * (not self.args.cpu_offload)
-        )
+        state = sum(p.nbytes + 12 * p.numel() * p.requires_grad for p in parameters) / shards
+        state *= not self.args.cpu_offload
         stay = self.args.precision != "fp32" and not self.script.RESHARD[self.args.sharding_strategy]
         return max(state, 3 / 4 * state + 2 * stay * sum(p.numel() for p in parameters))
 
@@ -365,11 +364,13 @@ def print_hardware(options, flags: list[str]) -> None:
     """Print a table of the first strategy that fits, in the order of docs/multi-node.md, with a row for each value of
     --sweep and a column for each --hardware."""
     name, values = values_of(options.sweep, options.script)
+    if {"--num-processes", "--sharding-strategy"} & {*flags, f"--{name}"}:
+        fail("--hardware chooses --num-processes and --sharding-strategy itself")
     of_script = load_script(options.script).RESHARD
     rows = []
     for value, more in tqdm(values.items(), "trace", leave=False, disable=None):
         peaks = {}  # by number of GPUs and strategy
-        rows.append({name: value})
+        rows.append({name or "script": value or Path(options.script).name})
         for count, gib in options.hardware:
             strategies = ["SHARD_GRAD_OP", "FULL_SHARD"]
             if count == 1:  # SHARD_GRAD_OP equals NO_SHARD; FULL_SHARD holds fewer bf16 copies of parameters
