@@ -293,6 +293,7 @@ def test_what_the_tool_cannot_trace_ends_with_a_sentence(tiny_llama):
         "mnist_fsdp.py": "t5_fsdp.py",
         "lm_multinode.py --sweep seed": "=",
         "lm_multinode.py --attn cpu": "--attn",  # no flag is abbreviated
+        "lm_multinode.py --hardware 8x40 --sweep sharding-strategy": "itself",
         "lm_multinode.py --network-gbits 0": "larger than 0",
         "lm_multinode.py --device-gib 0": "larger than 0",
         "lm_multinode.py --processes-per-node 0": "larger than 0",

@@ -367,11 +367,13 @@ def print_hardware(options, flags: list[str]) -> None:
     """Print a table of the first strategy that fits, in the order of docs/multi-node.md, with a row for each value of
     --sweep and a column for each --hardware."""
     name, values = values_of(options.sweep, options.script)
+    if {"--num-processes", "--sharding-strategy"} & {*flags, f"--{name}"}:
+        fail("--hardware chooses --num-processes and --sharding-strategy itself")
     of_script = load_script(options.script).RESHARD
     rows = []
     for value, more in tqdm(values.items(), "trace", leave=False, disable=None):
         peaks = {}  # by number of GPUs and strategy
-        rows.append({name: value})
+        rows.append({name or "script": value or Path(options.script).name})
         for count, gib in options.hardware:
             strategies = ["SHARD_GRAD_OP", "FULL_SHARD"]
             if count == 1:  # SHARD_GRAD_OP equals NO_SHARD; FULL_SHARD holds fewer bf16 copies of parameters
