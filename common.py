@@ -822,9 +822,9 @@ def open_dataset(name: str, readers: dict[str, str], output_dir: Path):
     kinds = {readers[ending.search(file)[1].lower()] for file in found}
     if len(kinds) != 1:
         raise UserError(
-            f"found {' and '.join(sorted(kinds)) or 'no'} files to train on (names with test or dev"
-            f" are not); choose files of one kind ({', '.join(readers)}), for example by a glob in"
-            " quotes: 'folder/*.jsonl'"
+            f"found {' and '.join(sorted(kinds)) or 'no'} files to train on; choose files of one"
+            f" kind ({', '.join(readers)}), for example by a glob in quotes: 'folder/*.jsonl' (in a"
+            " folder, names with test or dev are left out)"
         )
     return datasets.load_dataset_builder(*kinds, data_files=found)
 

@@ -22,6 +22,7 @@ Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard`, `trai
 Follows "Run Torch FSDP"
 (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example).
 docs/from-the-documents.md lists the differences, and where the last command's numbers come from.
+docs/your-model-and-data.md says what to change where.
 """
 
 import copy
@@ -355,7 +356,7 @@ def load_config(args, tokenizer) -> PretrainedConfig:
         model = make_meta_model(copy.deepcopy(config))
     except (ValueError, KeyError, NotImplementedError, ImportError) as error:
         raise common.UserError(
-            f"--model {args.model}: transformers cannot run it with SDPA: {error}"
+            f"--model {args.model}: transformers cannot build it: {error}"
         ) from error
 
     reason = None
@@ -877,7 +878,7 @@ def main(args, world):
     )
     config = common.first_on_node(world, lambda: load_config(args, tokenizer))
     checksum = common.check_data(texts.checksum, config, checkpoint)
-    dtype = config.dtype  # of the saved model; below, transformers sets it to fp32
+    dtype = config.dtype  # of the saved model; building the model sets it to fp32
     names = ", ".join(Path(path).name for path in texts.paths[:3])
     log.print(f"dataset  {args.dataset}: {names}; files: {len(texts.paths):,}")
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
@@ -891,10 +892,10 @@ def main(args, world):
     if world.rank == 0:
         full_model = load_model(args, config)  # on the CPU
     meta_model = make_meta_model(config)
-    common.untie(meta_model, full_model, world)
+    common.untie(meta_model, full_model, world)  # where the checkpoint holds two tensors
     vocabulary = f"vocabulary of {config.vocab_size:,}"
     log.print(f"model    {args.model}, {vocabulary}, {common.describe_state(meta_model, shards)}")
-    mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)
+    mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)  # 0 without --peak-tflops
     if args.compare_strategies:
         log.print(f"fsdp     every strategy, {args.precision}")
         batches = batches_on_device(args, world, texts, tokenizer, None)
@@ -907,7 +908,7 @@ def main(args, world):
 
     # Where the last run stopped
     step = 0
-    positions = None
+    positions = None  # of the streams of texts
     if checkpoint:
         progress = common.load_checkpoint(checkpoint, model, optimizer)
         step = progress["step"]

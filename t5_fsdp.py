@@ -21,7 +21,7 @@ Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard_with_fs
 
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
 https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html.
-docs/from-the-documents.md lists the differences.
+docs/from-the-documents.md lists the differences, docs/your-model-and-data.md what to change where.
 """
 
 import argparse
@@ -624,7 +624,7 @@ def main(args, world):
         world, lambda: load_data(args, checkpoint)
     )
     checksum = common.check_data(content, config, checkpoint)
-    dtype = config.dtype  # of the saved model; below, transformers sets it to fp32
+    dtype = config.dtype  # of the saved model; building the model sets it to fp32
     # It pads labels with -100. For "np", see common.WORKER_OPTIONS.
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8, return_tensors="np")
     steps_per_epoch = len(train_set) // args.global_batch_size
@@ -642,7 +642,7 @@ def main(args, world):
     if world.rank == 0 or args.fsdp_version == 1:
         full_model = load_model(args, config)  # on the CPU
     meta_model = make_meta_model(config)
-    common.untie(meta_model, full_model, world)
+    common.untie(meta_model, full_model, world)  # where the checkpoint holds two tensors
     log.print(f"model    {args.model}, {common.describe_state(meta_model, world.size)}")
     log.print(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
     model, optimizer = build(args, world, full_model, meta_model)
