@@ -204,10 +204,8 @@ def start_processes(count: int):
         codes = [failure.exitcode for failure in error.failures.values()]
         killed = [-code for code in codes if code < 0 and code != -signal.SIGTERM]
         if killed:
-            sys.exit(
-                f"a process was killed by {signal.Signals(killed[0]).name} (if by SIGKILL, its"
-                " machine was usually out of memory)"
-            )
+            name = signal.Signals(killed[0]).name
+            sys.exit(f"a process was killed by {name}; is the machine out of memory?")
         sys.exit(max(1, *codes))
 
 
