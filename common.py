@@ -93,11 +93,6 @@ def at_least(minimum: int, kind=int):
     return parse
 
 
-# Help of flags that several scripts have
-AUTO_PRECISION = "auto: bf16 if the GPU supports it, else fp32"
-FSDP_VERSIONS = "2: fully_shard; 1: FullyShardedDataParallel (deprecated)"
-
-
 def add_run_flags(group):
     add = group.add_argument
     folder = Path("output", Path(sys.argv[0]).stem)

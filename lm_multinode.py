@@ -825,7 +825,12 @@ def parse_args():
         type=at_least_0,
         help="for the hybrids; 0: the processes of a node",
     )
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help=common.AUTO_PRECISION)
+    add(
+        "--precision",
+        default="auto",
+        choices=("auto", *PRECISIONS),
+        help="auto: bf16 if the GPU supports it, else fp32",
+    )
     add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
     add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
     add("--compile", **switch, help="torch.compile layers and loss: faster after a slow start")

@@ -258,7 +258,13 @@ def parse_args():
 
     add = parser.add_argument_group("FSDP").add_argument
     add("--mode", choices=("local", "fsdp"), help="run only one half; torchrun runs fsdp")
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help=common.FSDP_VERSIONS)
+    add(
+        "--fsdp-version",
+        default=2,
+        type=int,
+        choices=(1, 2),
+        help="2: fully_shard; 1: FullyShardedDataParallel (deprecated)",
+    )
     add("--min-num-params", default=20_000, type=at_least_1, help="size of the smallest unit")
     add("--print-model", action="store_true", help="print the network with its units")
 

@@ -221,7 +221,13 @@ def parse_args():
     add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")
 
     add = parser.add_argument_group("FSDP").add_argument
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help=common.FSDP_VERSIONS)
+    add(
+        "--fsdp-version",
+        default=2,
+        type=int,
+        choices=(1, 2),
+        help="2: fully_shard; 1: FullyShardedDataParallel (deprecated)",
+    )
     add("--min-num-params", default=100, type=at_least_1, help="size of the smallest unit")
 
     common.add_run_flags(parser.add_argument_group("processes and output"))

@@ -580,9 +580,20 @@ def parse_args():
 
     add = parser.add_argument_group("FSDP").add_argument
     switch = {"action": "store_true"}
-    add("--fsdp-version", default=2, type=int, choices=(1, 2), help=common.FSDP_VERSIONS)
+    add(
+        "--fsdp-version",
+        default=2,
+        type=int,
+        choices=(1, 2),
+        help="2: fully_shard; 1: FullyShardedDataParallel (deprecated)",
+    )
     add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="ZeRO-3 or ZeRO-2")
-    add("--precision", default="auto", choices=("auto", *PRECISIONS), help=common.AUTO_PRECISION)
+    add(
+        "--precision",
+        default="auto",
+        choices=("auto", *PRECISIONS),
+        help="auto: bf16 if the GPU supports it, else fp32",
+    )
     add(
         "--backward-prefetch",
         default="pre",
