@@ -1,11 +1,10 @@
 r"""How do I pretrain a language model on many nodes, and which sharding strategy do I pick?
 
-Trains a Llama from random weights, or any pretrained causal language model further, with FSDP2
+Trains a Llama from random weights, or a pretrained causal language model further, with FSDP2
 (`fully_shard`), under each of FSDP's five strategies. Without flags it needs no download: a tiny
 Llama learns Python's own reference.
 
-    python lm_multinode.py                  # one process per GPU, or two on a CPU
-    python lm_multinode.py --num-processes 4 --compare-strategies --shards-per-replica 2
+    torchrun --nproc_per_node 2 lm_multinode.py
     torchrun --nproc_per_node 8 lm_multinode.py --model Qwen/Qwen3-0.6B --dataset c4 \
         --seq-length 1024 --compile         # one node; c4, or your own files
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 \
@@ -17,7 +16,7 @@ Llama learns Python's own reference.
         --output-dir /SHARED/run1   # on every node; /SHARED is a folder that all nodes see
 
 Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard`, `train_step` and
-`common.load_weights`. Batch sizes count all processes.
+`common.load_weights`.
 
 Follows "Run Torch FSDP"
 (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example).
@@ -26,17 +25,16 @@ docs/your-model-and-data.md says what to change where.
 """
 
 import copy
-import functools
-import gc
 import itertools
 import math
 import os
 import random
-import statistics
 import time
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -48,17 +46,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader, IterableDataset, default_convert
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import datasets
 import numpy as np
 import transformers
+from datasets.distributed import split_dataset_by_node
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
-    PretrainedConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -66,47 +66,116 @@ import common
 
 transformers.logging.disable_progress_bar()
 
-# ---- FSDP: what is sharded over which processes ------------------------------------------------
 
-# FSDP gathers and frees parameters in groups, called units. Each decoder layer is a unit. The
-# embedding and the output layer are units, too, unless they share their weights. Everything else is
-# in the root unit.
+@dataclass
+class Args:
+    # Data and model
+    model: str = "tiny"  # a row of MODELS (random weights), or pretrained: Hub name or folder
+    dataset: str = "builtin"  # builtin; c4; .txt, .jsonl or .parquet files; folder; URL; Hub name
+    text_column: str = "text"  # column with the texts
+    tokenizer: str = ""  # for a row of MODELS: Hub name or folder; else a new one is trained
+    num_validation_texts: int = 500  # texts held out, at most
+    seq_length: int = 128  # tokens in a sequence
+
+    # Training
+    max_steps: int = 500  # optimizer steps
+    global_batch_size: int = (
+        0  # sequences per step, on all GPUs; 0: 16, rounded up to divide evenly
+    )
+    micro_batch_size: int = 4  # sequences on a GPU at once; out of memory? try 2, then 1
+    lr: float = 0.0  # peak; 0: that of the row of MODELS, or 2e-5 if pretrained
+    warmup_steps: int = 20  # steps up to the peak learning rate
+    weight_decay: float = 0.1  # for matrices; biases and norms have none
+    seed: int = 1  # for weights, data order and dropout
+
+    # FSDP
+    sharding_strategy: Literal[
+        "FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "NO_SHARD"
+    ] = "FULL_SHARD"
+    """roughly from least to most memory"""
+    shards_per_replica: int = 0  # for the hybrids; 0: the processes of a node
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 if the GPU supports it
+    cpu_offload: bool = False  # keep shards on the CPU: least memory, slow
+    activation_checkpointing: bool = False  # recompute each layer: less memory, slower
+    compile: bool = False  # torch.compile layers and loss: faster after a slow start
+    gradient_sync: Literal["every", "last"] = "every"  # micro-batch; last: far more memory
+    device: str = "auto"  # auto (GPUs, if there are any), cpu, cuda or xpu
+
+    # Output
+    output_dir: Path = Path("output/lm_multinode")  # use a new folder for each run
+    save_model: bool = True  # saving the trained model
+    log_every: int = 25  # steps between printed lines
+    validate_every: int = 50  # steps between validations; 0: never
+    checkpoint_every: int = 0  # steps between checkpoints; 0: only when a signal stops the run
+    resume: bool = False  # continue from the newest checkpoint, if there is one
+    peak_tflops: float = 0.0  # peak of one GPU in bf16 (H100: 989), to print MFU
+
+
+# To continue a run, --resume needs these to be the same: they choose the samples of a step.
+MUST_MATCH = ("model", "tokenizer", "seq_length", "global_batch_size", "seed")
+
+# ---- FSDP --------------------------------------------------------------------------------------
+
+# Each rank keeps a shard, a slice of the rows, of every fp32 parameter, of its gradient and of its
+# two moments. FSDP gathers parameters in groups, called units. While a unit computes, the rank has
+# a temporary copy of its parameters, in --precision. Each decoder layer is a unit. The embedding
+# and the output layer are units, too, unless they share their weights. Everything else is in the
+# root unit.
+
+# FSDP2 has no strategies. Each of FSDP1's is a mesh (see mesh_shape) and one boolean,
+# reshard_after_forward. True: a layer's parameters are freed after its forward and gathered again
+# for its backward. False: they are gathered at the first forward of a step, kept through all of its
+# micro-batches, and freed after the last backward. docs/multi-node.md lists what each one sends.
+RESHARD = {
+    "FULL_SHARD": True,  # ZeRO-3
+    "HYBRID_SHARD": True,  # ZeRO-3 inside each replica, usually a node; replicas average gradients
+    "SHARD_GRAD_OP": False,  # ZeRO-2
+    "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 inside each replica; replicas average gradients
+    "NO_SHARD": False,  # like DDP: each process is a replica, whose only shard is the whole model
+}
+
+
+def mesh_shape(args, world) -> tuple[int, int]:
+    """Return the number of replicas of the model, and the number of shards of each replica."""
+    if args.sharding_strategy == "NO_SHARD":
+        return world.size, 1
+    if args.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        return 1, world.size
+    shards = args.shards_per_replica or world.local_world_size
+    common.check(
+        world.size % shards == 0,
+        f"--shards-per-replica {shards} does not divide {world.size}, the number of processes",
+    )
+    return world.size // shards, shards
+
 
 # The dtype for gathering parameters and computing. Gradients are always reduced in fp32, because a
 # bf16 sum over many processes loses small values. The optimizer's shards are fp32, too.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-# FSDP2 has no strategies. Each of FSDP1's is a mesh (see mesh_shape) and one boolean,
-# reshard_after_forward. True frees the layers' parameters after forward and gathers them again for
-# backward. The strategies are sorted by memory per process, roughly from low to high.
-# docs/multi-node.md lists what each of them sends.
-RESHARD = {
-    "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for each forward and each backward
-    "HYBRID_SHARD": True,  # ZeRO-3 inside each replica, usually a node; replicas average gradients
-    "SHARD_GRAD_OP": False,  # ZeRO-2: parameters are gathered once per step
-    "_HYBRID_SHARD_ZERO2": False,  # ZeRO-2 inside each replica; replicas average gradients
-    "NO_SHARD": False,  # DDP: every process has the whole model; all average gradients
-}
-HYBRIDS = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
 def shard(args, world, full_model, meta_model) -> nn.Module:
     """Collective: every rank must call it. Return a sharded copy of the model. Its parameters are
     DTensors, and each rank holds a shard of every one.
 
-    full_model: the model with its weights, on rank 0 only. meta_model: the same model with shapes
-    only.
+    full_model: the model with its weights, on rank 0 only. meta_model: a copy whose parameters have
+    shapes but no memory.
     """
-    # 1. Begin with shapes on the meta device, so that no device has to hold the whole model.
+    # 1. Begin on the meta device, so that no device has to hold the whole model.
     model = copy.deepcopy(meta_model)
     layers = prepare_layers(args, model)
 
     # 2. Shard each unit, the root last.
     replicas, shards = mesh_shape(args, world)
-    options = {
-        "mesh": make_mesh(world.device.type, replicas, shards),
-        "mp_policy": MixedPrecisionPolicy(PRECISIONS[args.precision], torch.float32),
-    }
+    if replicas == 1:
+        mesh = init_device_mesh(world.device.type, (shards,))
+    else:
+        # Neighboring ranks, usually those of one node, are the shards of one replica.
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(world.device.type, (replicas, shards), mesh_dim_names=names)
+    dtype = PRECISIONS[args.precision]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    options = {"mesh": mesh, "mp_policy": policy}
     if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
 
@@ -121,59 +190,27 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
         embedding.set_unshard_in_backward(False)
         # Backward begins with the output layer: keep it gathered after forward.
         fully_shard(head, reshard_after_forward=False, **options)
-    fully_shard(model, **options)  # the root unit: all other parameters
+    # The root unit: all other parameters. By default they, too, stay gathered after forward.
+    fully_shard(model, **options)
 
     for module in model.modules():
         if isinstance(module, FSDPModule) and world.device.type == "xpu":
-            module.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average everywhere
+            # On some machines oneCCL cannot average: sum, then divide.
+            module.set_force_sum_reduction_for_comms(True)
 
     # 3. Allocate this rank's shards, and copy rank 0's weights into them.
     common.load_weights(model, full_model, world, args.cpu_offload)
     return model
 
 
-@functools.cache  # so that --compare-strategies does not create the same process groups again
-def make_mesh(device_type: str, replicas: int, shards: int):
-    """Collective. A mesh with one dimension to shard over, or with two: replicas x shards."""
-    if replicas == 1:
-        return init_device_mesh(device_type, (shards,))
-    # Neighboring ranks, usually those of one node, are the shards of one replica.
-    return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
-
-
-def mesh_shape(args, world) -> tuple[int, int]:
-    """Return the number of replicas of the model, and the number of shards of each replica."""
-    if args.sharding_strategy == "NO_SHARD":
-        return world.size, 1
-    if args.sharding_strategy not in HYBRIDS:
-        return 1, world.size
-
-    shards = args.shards_per_replica or world.local_size
-    if world.size % shards != 0:
-        raise common.UserError(
-            f"{world.size} processes cannot form replicas of {shards}; choose a"
-            f" --shards-per-replica that divides {world.size}"
-        )
-    return world.size // shards, shards
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers, which become units: the modules that transformers never splits over
-    devices. Leaves out layers inside layers (Zamba) and one with the embedding in it (BERT)."""
-    names = model._no_split_modules or ()
-    embedding = model.get_input_embeddings()
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    nested = {module for layer in layers for module in layer.children()}
-    return [layer for layer in layers if layer not in nested and embedding not in layer.modules()]
-
-
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
-    """Apply --compile and --activation-checkpointing to the layers, before sharding. Return the
-    units."""
-    layers = layers_of(model)
+    """Apply --compile and --activation-checkpointing to the decoder layers, before sharding. Return
+    them: each will be a unit."""
+    names = model._no_split_modules  # transformers' names of the classes of layers
+    layers = [module for module in model.modules() if type(module).__name__ in names]
     if args.compile:
         for layer in layers:
-            # In place. It compiles `forward`, so FSDP's hooks stay outside the graphs.
+            # In place. FSDP's hooks stay outside the graphs: they are marked for the compiler.
             layer.compile()
         cross_entropy.compile()  # then it makes no fp32 copy of the logits
 
@@ -184,30 +221,40 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def build(args, world, full_model, meta_model):
-    """Collective. Return the sharded model and its optimizer, which must get the shards."""
+def build(args, world, config) -> tuple:
+    """Collective. Return the sharded model, a copy without memory for `common.export`, and the
+    optimizer."""
+    full_model = None
+    meta_model = None
+    if world.rank == 0:
+        full_model = load_model(args, config)  # on the CPU
+        meta_model = common.meta_copy(full_model)
+    meta_model = common.from_rank0(meta_model)
     model = shard(args, world, full_model, meta_model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return model, torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+    # After sharding: the optimizer must get the shards. A shard keeps the number of dimensions.
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others}]
+    options = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
+    return model, meta_model, torch.optim.AdamW(groups, **options)
 
 
-def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective. Make one optimizer step.
+def train_step(args, world, model, optimizer, tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collective. Make one optimizer step, in micro-batches.
 
-    micro_batches: this rank's part of the global batch. Each is {input_ids, labels}, int64 of shape
-    (at most --micro-batch-size, --seq-length).
+    tokens: this rank's part of the global batch, int64 of shape (sequences, --seq-length + 1).
 
     Returns two scalars: the loss in nats, summed over this rank's targets, and the norm of all
     gradients before clipping. They are tensors, because reading their values would make the host
     wait for the device.
     """
+    # Every label is a target: here, in `validate` and in the printed mean. If some are -100, count
+    # only the others, as docs/recipes/lm-chat.diff does.
     global_targets = args.global_batch_size * args.seq_length
     loss_sum = torch.zeros((), device=world.device)
     optimizer.zero_grad()
+    micro_batches = tokens.split(args.micro_batch_size)
     for index, micro_batch in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
 
@@ -218,37 +265,24 @@ def train_step(args, world, model, optimizer, micro_batches) -> tuple[torch.Tens
         model.set_requires_all_reduce(is_last)
         # Under ZeRO-2, parameters stay gathered until the last micro-batch.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
-        loss, balance = summed_loss(model, micro_batch)
+        loss = summed_loss(model, micro_batch[:, :-1], micro_batch[:, 1:])
         # FSDP divides gradients by the number of ranks. Undo that, and divide by the number of
         # targets on all ranks: the gradient of the mean over the global batch, as in one process.
-        ((loss + balance) * world.size / global_targets).backward()
+        (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
+    # A DTensor sums its square over the shards of all ranks: both calls are collectives.
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     optimizer.step()
     return loss_sum, grad_norm
 
 
-def summed_loss(model: nn.Module, batch: dict) -> tuple:
-    """Collective, like every forward of a sharded model.
-
-    batch: {input_ids, labels}, int64 of shape (sequences, length). Labels are already shifted.
-
-    Returns two scalars: the cross-entropy in nats, summed over all targets that are not -100, and a
-    balancing loss to add in training. A model with experts has one if its config sets
-    `output_router_logits`. It keeps all experts in use.
-    """
-    output = model(input_ids=batch["input_ids"], use_cache=False)
-    balance = 0.0
-    if getattr(output, "aux_loss", None) is not None:  # a mean over the targets
-        num_targets = (batch["labels"] != -100).sum()
-        balance = model.config.router_aux_loss_coef * output.aux_loss * num_targets
-    elif getattr(model.config, "output_router_logits", False):
-        raise common.UserError(
-            "--model has no loss that balances its experts; in its config.json, set"
-            " output_router_logits to false"
-        )
-    return cross_entropy(output.logits, batch["labels"]), balance
+def summed_loss(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Collective, like every forward of a sharded model. Both arguments are int64 of shape
+    (sequences, length); a label is the token that follows. Return the cross-entropy in nats, summed
+    over all labels that are not -100."""
+    # Give the model no labels: it would shift them once more.
+    return cross_entropy(model(input_ids=input_ids, use_cache=False).logits, labels)
 
 
 class CrossEntropy(nn.Module):
@@ -260,72 +294,36 @@ class CrossEntropy(nn.Module):
 
 cross_entropy = CrossEntropy()
 
+# ---- Model -------------------------------------------------------------------------------------
 
-# ---- Model and data ----------------------------------------------------------------------------
+# Llamas with random weights. Add a row for your own size.
+MODELS = {
+    # width (a multiple of heads), feed-forward width, layers, heads (a multiple of the next),
+    # key-value heads, and the peak learning rate
+    "tiny": (128, 352, 2, 4, 4, 5e-3),
+    "150m": (1024, 2688, 12, 16, 16, 4e-4),  # PrimeIntellect/llama-150m-fresh
+    "1b": (2048, 5632, 22, 32, 4, 4e-4),  # TinyLlama
+    # The next three are Llama 2's (arXiv:2307.09288), as in its config.json files on the Hub.
+    "7b": (4096, 11008, 32, 32, 32, 3e-4),
+    "13b": (5120, 13824, 40, 40, 40, 3e-4),
+    "70b": (8192, 28672, 80, 64, 8, 1.5e-4),
+}
 
-# How texts become sequences: docs/your-model-and-data.md explains streams and blocks.
-MAX_STREAMS = 8  # unless there are more processes
-TEXTS_PER_STREAM = 12  # at least: a hash divides them, and no stream should get none
-FILES_PER_GROUP = 8  # at least, counted as files of the largest one's size
-PIECES_PER_BLOCK = 100
-
-# PyTorch's attention (SDPA) under our own name, so that transformers builds no mask. Packed
+# PyTorch's attention (SDPA) under another name, for which transformers builds no mask. Packed
 # sequences have no padding. Without a mask SDPA is causal, which is all they need. Under its usual
 # name, transformers would read the positions on the host to decide whether it needs a mask.
 ATTENTION = "causal_sdpa"
+AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+
+# Types of pretrained models for which tests/test_models.py has shown that this attention gives the
+# losses of transformers' own. To train another one, add it here and there.
+TESTED = "gpt2 gpt_neox opt phi llama mistral qwen2 qwen3 olmo2 gemma3_text lfm2".split()
 
 
-def causal_sdpa(module, query, key, value, attention_mask, **options):
-    if attention_mask is not None:  # one of the model's own, which may not be causal
-        raise common.UserError("--model builds its own attention mask, which does not work here")
-    return sdpa_attention_forward(module, query, key, value, None, **options)
-
-
-AttentionInterface.register(ATTENTION, causal_sdpa)
-
-# Llamas that --model trains from random weights. Add a row for your own size, and set its --lr.
-# The vocabulary is the tokenizer's; without --tokenizer, one of 32,000 tokens (tiny: 2,048) is
-# trained on the texts.
-MODELS = {
-    # width (a multiple of heads), feed-forward width, layers, heads (a multiple of the next), and
-    # key-value heads
-    "tiny": (128, 352, 2, 4, 4),
-    "150m": (1024, 2688, 12, 16, 16),  # PrimeIntellect/llama-150m-fresh
-    "1b": (2048, 5632, 22, 32, 4),  # TinyLlama
-    # The next three are Llama 2's (arXiv:2307.09288), as in its config.json files on the Hub.
-    "7b": (4096, 11008, 32, 32, 32),
-    "13b": (5120, 13824, 40, 40, 40),
-    "70b": (8192, 28672, 80, 64, 8),
-}
-
-
-def load_model(args, config) -> nn.Module:
-    """Load the model on the CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
-    torch.manual_seed(args.seed)
+def load_config(args, tokenizer):
+    """Return the config of --model. Raises UserError if this script cannot train the model."""
     if args.model in MODELS:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return common.load_pretrained(AutoModelForCausalLM, args.model, config)
-
-
-def make_meta_model(config) -> nn.Module:
-    """Return the model on the meta device, where tensors have shapes but no memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Often the padding token is EOS, and nn.Embedding would never train its row.
-    model.get_input_embeddings().padding_idx = None
-    return model
-
-
-def load_config(args, tokenizer) -> PretrainedConfig:
-    """Load the config of --model. Raises UserError if this script cannot train the model."""
-    if args.model in MODELS:
-        width, feed_forward, layers, heads, key_value_heads = MODELS[args.model]
-        if width % heads or heads % key_value_heads:
-            raise common.UserError(
-                f"MODELS: {args.model} needs a width that is a multiple of its {heads} heads, and"
-                f" these must be a multiple of its {key_value_heads} key-value heads"
-            )
-        num_tokens = 1 + max(tokenizer.get_vocab().values())
+        width, feed_forward, layers, heads, key_value_heads, _ = MODELS[args.model]
         return LlamaConfig(
             hidden_size=width,
             intermediate_size=feed_forward,
@@ -333,126 +331,72 @@ def load_config(args, tokenizer) -> PretrainedConfig:
             num_attention_heads=heads,
             num_key_value_heads=key_value_heads,
             rms_norm_eps=1e-5,
-            vocab_size=64 * math.ceil(num_tokens / 64),  # fast on tensor cores
+            vocab_size=64 * math.ceil(len(tokenizer) / 64),  # fast on tensor cores
             max_position_embeddings=args.seq_length,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             attn_implementation=ATTENTION,
         )
 
-    config = common.load_config(args.model, ATTENTION)
-    if hasattr(config, "aux_loss_coef"):  # JetMoE's name
-        config.router_aux_loss_coef = config.aux_loss_coef
-    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-        if hasattr(config, name):
-            setattr(config, name, 0.0)  # otherwise each rank would skip different layers
-    text_config = config.get_text_config()
-    if text_config is not config:
-        raise common.UserError(
-            f"--model {args.model} is not a text-only model; use one of type"
-            f" {text_config.model_type}"
-        )
-    try:
-        model = make_meta_model(copy.deepcopy(config))
-    except (ValueError, KeyError, NotImplementedError, ImportError) as error:
-        raise common.UserError(
-            f"--model {args.model}: transformers cannot build it: {error}"
-        ) from error
-
-    reason = None
-    if not layers_of(model):
-        reason = "cannot be sharded: transformers does not name its layers"
-    elif not all(getattr(module, "is_causal", True) for module in model.modules()):
-        reason = "is not a causal language model: it also sees later tokens"
-    elif hasattr(config, "index_topk"):  # DeepSeek V3.2, GLM-5
-        reason = "selects the tokens that it attends to, which SDPA cannot do"
-    elif getattr(config, "attn_logit_softcapping", None):  # older transformers ignore the cap
-        reason = "caps its attention scores, which SDPA cannot do"
+    config = AutoConfig.from_pretrained(args.model, attn_implementation=ATTENTION)
+    kind = config.model_type
+    common.check(kind in TESTED, f"--model {args.model} is of type {kind}; tested are {TESTED}")
     # ATTENTION ignores sliding windows, so a sequence must fit into one.
-    limits = ("max_position_embeddings", "sliding_window", "attention_chunk_size")
-    longest = min(getattr(config, name, None) or math.inf for name in limits)
-    if args.seq_length > longest:
-        reason = f"allows a --seq-length of {longest} at most"
-    # Special tokens that the tokenizer does not put into texts may lack a row in the embedding, as
-    # the image token of Gemma 3 does.
-    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    in_texts = {*tokenizer.get_vocab().values()} - special
-    num_tokens = 1 + max(*in_texts, *tokenizer("a")["input_ids"], tokenizer.eos_token_id)
-    if num_tokens > config.vocab_size:
-        reason = (
-            f"has a vocabulary of {config.vocab_size}, but the tokenizer has {num_tokens} tokens"
-        )
-    if reason:
-        raise common.UserError(f"--model {args.model} {reason}")
+    limits = (config.max_position_embeddings, getattr(config, "sliding_window", None))
+    longest = min(filter(None, limits))
+    common.check(
+        args.seq_length <= longest, f"--model {args.model}: --seq-length can be {longest} at most"
+    )
+    is_causal = getattr(config, "is_causal", True)
+    common.check(
+        is_causal and not getattr(config, "use_bidirectional_attention", False),
+        f"--model {args.model} is not a causal language model: it also sees later tokens",
+    )
+    common.check(not hasattr(config, "quantization_config"), f"--model {args.model} is quantized")
     return config
 
 
-def load_data(args, checkpoint: Path | None) -> tuple:
-    """Return the texts, the sequences to validate on and the tokenizer."""
-    texts = Texts(args)
-    to_train, held_out = first_texts(args, texts)
-
-    if checkpoint or args.tokenizer or args.model not in MODELS:
-        tokenizer = common.load_tokenizer(checkpoint or args.tokenizer or args.model)
+def load_model(args, config) -> nn.Module:
+    """Load the model on the CPU, in fp32: FSDP keeps fp32 shards for the optimizer."""
+    torch.manual_seed(args.seed)
+    if args.model in MODELS:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     else:
-        vocab_size = 2048 if args.model == "tiny" else 32_000
-        tokenizer = common.train_tokenizer(to_train, vocab_size, append_eos=False)
-    if tokenizer.eos_token_id is None:
-        raise common.UserError("the tokenizer has no EOS token to end texts with")
-
-    validation_set = default_convert(pack(tokenize(held_out, tokenizer), args.seq_length))
-    if len(validation_set["labels"]) == 0:
-        raise common.UserError(
-            f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or"
-            " a lower --seq-length"
-        )
-    # With few texts, use fewer streams, so that none is empty.
-    texts.max_streams = min(MAX_STREAMS, len(set(to_train)) // TEXTS_PER_STREAM)
-    # The checksum shows whether the data is the same on all nodes, and after a resume.
-    content = [(Path(path).name, texts.sizes[path]) for path in texts.paths]
-    texts.checksum = zlib.crc32(repr([content, to_train]).encode())
-    return texts, validation_set, tokenizer
+        model = common.load_pretrained(AutoModelForCausalLM, args.model, config)
+    # Often the padding token is EOS, and nn.Embedding would never train its row.
+    model.get_input_embeddings().padding_idx = None
+    return model
 
 
-class Texts:
-    """The files of --dataset and their reader. Raises UserError if they cannot be read."""
+# ---- Data --------------------------------------------------------------------------------------
 
-    def __init__(self, args):
-        self.column = args.text_column
-        self.builder = None  # the built-in texts need none
-        self.paths = [args.dataset]
-        self.sizes = {args.dataset: 2**30}
-        if args.dataset == "builtin":
-            return
-
-        name = "allenai/c4:en" if args.dataset == "c4" else args.dataset
-        readers = {"txt": "text", "json": "json", "jsonl": "json", "parquet": "parquet"}
-        try:
-            self.builder = common.open_dataset(name, readers, args.output_dir)
-        except Exception as error:  # each reader raises its own kind
-            raise common.UserError(f"--dataset {name}: {error}") from error
-        self.paths = list(self.builder.config.data_files["train"])
-        self.sizes = {}  # in bytes; 1 GiB for files that are not on this disk
-        for path in self.paths:
-            self.sizes[path] = os.path.getsize(path) if os.path.exists(path) else 2**30
-
-    def read(self, paths: list[str]):
-        """Yield the texts of some files that are not empty."""
-        if self.builder is None:
-            yield from builtin_texts()
-            return
-        for row in common.read_rows(self.builder, paths, [self.column]):
-            text = row[self.column]
-            if text and not text.isspace():
-                yield text
+# A step takes the same number of sequences from every *stream* of texts, and the ranks divide the
+# streams among them. So a step is the same on any number of processes that have the same
+# --global-batch-size, and a run can resume on more or fewer. (The default is 16 on 1, 2 or 4
+# processes, but 18 on 3.) There are up to eight streams, or one per process if there are more.
+MAX_STREAMS = 8
+CHARACTERS_AT_ONCE = 100_000  # that a stream tokenizes, or one text if it is longer
 
 
-def builtin_texts() -> list[str]:
-    """Paragraphs of Python's own reference."""
-    paragraphs = "\n\n".join(topics.values()).split("\n\n")
-    texts = sorted({text.strip() for text in paragraphs if len(text) > 200})
-    random.Random(0).shuffle(texts)
-    return texts
+def open_texts(args) -> datasets.IterableDataset:
+    """Return the rows of --dataset, which are read when they are needed."""
+    if args.dataset == "builtin":  # paragraphs of Python's own reference
+        paragraphs = "\n\n".join(topics.values()).split("\n\n")
+        texts = sorted({text.strip() for text in paragraphs if len(text) > 200})
+        random.Random(0).shuffle(texts)
+        return datasets.Dataset.from_dict({args.text_column: texts}).to_iterable_dataset()
+    try:
+        builder = common.open_dataset("allenai/c4:en" if args.dataset == "c4" else args.dataset)
+        random.Random(args.seed).shuffle(builder.config.data_files["train"])
+        rows = builder.as_streaming_dataset(split="train")
+        # Files may differ in their other columns.
+        builder.info.features = None
+        rows.info.features = None
+        rows = rows.select_columns([args.text_column])
+        next(iter(rows))
+    except Exception as error:  # each reader raises its own kind
+        raise common.UserError(f"--dataset {args.dataset}: {error.__cause__ or error}") from error
+    return rows
 
 
 def is_held_out(text: str) -> bool:
@@ -460,406 +404,205 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode()) % 20 == 0
 
 
-def first_texts(args, texts: Texts) -> tuple[list[str], list[str]]:
-    """Return the first texts to train on, and at most --num-validation-texts held-out ones, each
-    once. Ten readers take turns, because files often differ in content."""
-    num_to_train = 2000
-    if args.model in MODELS and args.model != "tiny" and not args.tokenizer:
-        num_to_train = 50_000  # to train a tokenizer on
-    paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))
+def are_trained_on(texts: list[str | None]) -> list[bool]:
+    return [bool(text) and not text.isspace() and not is_held_out(text) for text in texts]
+
+
+def sample_texts(args) -> tuple[list[str], list[str]]:
+    """Read the beginning of the dataset. Return texts to train on, as a sample, and up to
+    --num-validation-texts that are held out."""
+    num_to_train = 2000 if args.model == "tiny" else 50_000  # for a tokenizer
     to_train = []
-    held_out = {}  # a dict keeps their order
+    held_out = {}  # a dict keeps their order, and each one once
     num_characters = 0
-    readers = [texts.read(paths[first::10]) for first in range(min(10, len(paths)))]
-    for text in itertools.chain.from_iterable(itertools.zip_longest(*readers)):
-        if text is None:  # this reader has ended
-            continue
-        if is_held_out(text):
-            held_out[text] = True
-        else:
+    # Shuffling mixes ten files at a time.
+    for row in open_texts(args).shuffle(args.seed, buffer_size=100):
+        text = row[args.text_column]
+        if are_trained_on([text])[0]:
             to_train.append(text)
-        num_characters += len(text)
-        is_enough = len(to_train) >= num_to_train and len(held_out) >= args.num_validation_texts
-        if is_enough or (num_characters > 1e8 and to_train and held_out):
+        elif text and not text.isspace():
+            held_out[text] = True
+        num_characters += len(text or "")
+        enough = len(to_train) >= num_to_train and len(held_out) >= args.num_validation_texts
+        if enough or num_characters > 1e8:
             break
-    if not to_train or not held_out:
-        raise common.UserError(
-            f"--dataset {args.dataset} has too few texts: {len(to_train) + len(held_out)} (in .txt"
-            " files, empty lines separate them)"
-        )
+    common.check(to_train and held_out, f"--dataset {args.dataset} has too few texts")
     return to_train[:num_to_train], list(held_out)[: args.num_validation_texts]
 
 
-def tokenize(texts: list[str], tokenizer) -> list[list[int]]:
-    """Return token ids, with the special tokens that the tokenizer adds, and EOS at the end."""
+def tokenize(texts: list[str], tokenizer) -> list[int]:
+    """Return the tokens of some texts in a row, each text with EOS at its end."""
     # split_special_tokens: "</s>" in a text is not an EOS
     token_lists = tokenizer(texts, split_special_tokens=True, verbose=False)["input_ids"]
     for tokens in token_lists:
         if tokens[-1:] != [tokenizer.eos_token_id]:
             tokens.append(tokenizer.eos_token_id)
-    return token_lists
+    return list(itertools.chain.from_iterable(token_lists))
 
 
-def pack(token_lists: list[list[int]], length: int) -> dict:
-    """Concatenate texts and cut them into full sequences. Nothing is padded.
-
-    Returns input_ids and labels, int64 arrays of shape (sequences, length).
-    """
-    tokens = np.concatenate(token_lists).astype(int)
-    # Shift the labels here, across sequences. The model gets no labels: it would shift them again.
-    end = (len(tokens) - 1) // length * length
-    return {
-        "input_ids": tokens[:end].reshape(-1, length),
-        "labels": tokens[1 : end + 1].reshape(-1, length),
-    }
+def cut(tokens: list[int], length: int) -> list[list[int]]:
+    """Cut tokens into sequences of `length` + 1 tokens: inputs, and labels that are one further.
+    The last token of a sequence is the first one of the next. Nothing is padded."""
+    return [tokens[first : first + length + 1] for first in range(0, len(tokens) - length, length)]
 
 
-def make_stream(args, texts: Texts, tokenizer, index: int, num_streams: int):
-    """Return stream `index` as a `datasets.IterableDataset`. It yields sequences without end, and
-    its `state_dict()` is its position in the data."""
-    # The streams form groups, and every group has its own files. Make as many groups as possible.
-    # The streams of a group read the same files, and a hash divides the texts among them.
-    sizes = texts.sizes.values()
-    num_groups = 1
-    for count in range(2, num_streams + 1):
-        if num_streams % count == 0 and sum(sizes) >= count * FILES_PER_GROUP * max(sizes):
-            num_groups = count
-    streams_per_group = num_streams // num_groups
-    index_in_group, group = divmod(index, num_groups)
-    paths = random.Random(args.seed).sample(texts.paths, len(texts.paths))[group::num_groups]
-    random.Random(index).shuffle(paths)  # so that a step mixes different files
-    file_lists = []  # each of at least 1 MB, because files can be very small
-    size = math.inf
-    for path in paths:
-        if size > 1e6:
-            file_lists.append([])
-            size = 0
-        file_lists[-1].append(path)
-        size += texts.sizes[path]
+def read_stream(args, tokenizer, index: int, num_streams: int, position: dict):
+    """Yield the sequences of stream `index`, without end, and the position after each of them."""
+    rows = open_texts(args).filter(are_trained_on, input_columns=[args.text_column], batched=True)
+    rows = rows.repeat(None)
+    # With very many files (`datasets` calls them shards), every stream reads its own. A few may
+    # differ in size, so all streams read all of them, and take turns.
+    strategy = "shards" if rows.num_shards >= max(512, num_streams) else "examples"
+    rows = split_dataset_by_node(rows, index, num_streams, strategy)
 
-    def is_mine(text: str) -> bool:
-        # is_held_out uses the remainder of 20.
-        is_my_part = zlib.crc32(text.encode()) // 20 % streams_per_group == index_in_group
-        return is_my_part and not is_held_out(text)
-
-    def read_lists(file_lists: list[list[str]]):
-        """Yield lists of texts, with enough characters for a sequence, if there are so many."""
-        texts_of_list = []
+    # A position holds what makes the sequences of the current texts again. rows: where the reader
+    # was before these texts. rest: tokens left over from earlier texts, too few for a sequence.
+    # used: how many sequences of these texts have been yielded.
+    position = position or {"rows": rows.state_dict(), "rest": [], "used": 0}
+    rows.load_state_dict(position["rows"])
+    # Do not ask for state_dict() here: until the first row is read, it is that of the beginning.
+    before = position["rows"]
+    rest = position["rest"]
+    num_used = position["used"]
+    texts = []
+    num_characters = 0
+    for row in rows:
+        texts.append(row[args.text_column])
+        num_characters += len(texts[-1])
+        if num_characters < CHARACTERS_AT_ONCE:
+            continue
+        tokens = rest + tokenize(texts, tokenizer)
+        sequences = cut(tokens, args.seq_length)
+        next_rest = tokens[len(sequences) * args.seq_length :]
+        # Neighbors are often parts of one text. The sum is a seed that differs from batch to batch.
+        random.Random(hash((args.seed, sum(tokens)))).shuffle(sequences)
+        for number, sequence in enumerate(sequences[num_used:], num_used + 1):
+            yield sequence, {"rows": before, "rest": rest, "used": number}
+        before = rows.state_dict()
+        rest = next_rest
+        num_used = 0
+        texts = []
         num_characters = 0
-        for text in filter(is_mine, texts.read(itertools.chain(*file_lists))):
-            texts_of_list.append(text)
-            num_characters += len(text)
-            if num_characters > max(16_000, 4 * args.seq_length):
-                yield {"texts": texts_of_list}
-                texts_of_list = []
-                num_characters = 0
-        if texts_of_list:
-            yield {"texts": texts_of_list}
-
-    def cut(lists: list[list[str]]) -> dict:
-        """Tokenize texts, and cut their tokens into pieces of at most one sequence."""
-        tokens = np.concatenate(tokenize(lists[0], tokenizer)).astype(int)
-        ends = range(args.seq_length, len(tokens), args.seq_length)
-        return {"tokens": np.split(tokens, ends)}
-
-    def pack_block(pieces: list[np.ndarray], indices: list[int]) -> dict:
-        """Pack some pieces in their order, so that each text stays whole. Shuffle the sequences."""
-        sequences = pack(pieces, args.seq_length)
-        count = len(sequences["labels"])
-        if count == 0:
-            raise common.UserError("too few texts: use more texts, or a lower --seq-length")
-        order = random.Random(hash((args.seed, index, indices[0]))).sample(range(count), count)
-        return {name: array[order] for name, array in sequences.items()}
-
-    # A block is a number of pieces, because texts can be very long or short. Repeat before packing:
-    # then each pass has different blocks, in a different order.
-    lists = datasets.IterableDataset.from_generator(
-        read_lists, gen_kwargs={"file_lists": file_lists}
-    )
-    options = {"batched": True, "batch_size": 1, "remove_columns": ["texts"]}
-    pieces = lists.repeat(None).map(cut, input_columns=["texts"], **options)
-    options = {"batched": True, "batch_size": PIECES_PER_BLOCK, "remove_columns": ["tokens"]}
-    return pieces.map(pack_block, input_columns=["tokens"], with_indices=True, **options)
 
 
 class StepBatches(IterableDataset):
-    """Yields the sequences of this rank for one step, and the positions of its streams after it.
+    """Yields the sequences of this rank for one step, and the positions of its streams after it."""
 
-    A step takes the same number of sequences from every stream, and the ranks divide the streams
-    among them. So a step is the same on any number of processes, and a run can resume on more or
-    fewer.
-    """
-
-    def __init__(self, args, world, texts: Texts, tokenizer, positions: list[dict] | None):
-        if positions:
-            num_streams = len(positions)
-        else:
-            # As many as possible, so that a resumed run can have more processes. But no more than
-            # MAX_STREAMS or one per rank, because every stream reads all files of its group.
-            most = max(world.size, texts.max_streams)
-            counts = range(world.size, most + 1, world.size)
-            num_streams = max(count for count in counts if args.global_batch_size % count == 0)
-        if num_streams % world.size != 0:
-            raise common.UserError(
-                f"{world.size} processes cannot divide the {num_streams} streams of texts that the"
-                f" run began with; resume on a number that divides {num_streams}"
-            )
-        self.num_sequences = args.global_batch_size // num_streams  # per stream and step
-        self.streams_of_rank = range(world.rank, num_streams, world.size)
-        self.positions = positions
-        self.make_stream = functools.partial(
-            make_stream, args, texts, tokenizer, num_streams=num_streams
+    def __init__(self, args, world, tokenizer, positions: list[dict] | None):
+        if positions is None:
+            # As many streams as possible, so that a resumed run can have more processes.
+            for count in range(world.size, max(MAX_STREAMS, world.size) + 1, world.size):
+                if args.global_batch_size % count == 0:
+                    positions = [{}] * count
+        num_streams = len(positions)
+        common.check(
+            num_streams % world.size == 0,
+            f"resume on a number of processes that divides {num_streams}, not on {world.size}",
         )
+        self.num_sequences = args.global_batch_size // num_streams  # per stream and step
+        self.streams = [
+            (args, tokenizer, index, num_streams, positions[index])
+            for index in range(world.rank, num_streams, world.size)
+        ]
 
     def __iter__(self):
-        streams = []
-        for index in self.streams_of_rank:
-            stream = self.make_stream(index)
-            if self.positions:
-                stream.load_state_dict(self.positions[index])
-            streams.append(stream)
-        iterators = [iter(stream) for stream in streams]
+        streams = [read_stream(*stream) for stream in self.streams]
         while True:
             sequences = []
-            for iterator in iterators:
-                sequences += itertools.islice(iterator, self.num_sequences)
-            if len(sequences) < self.num_sequences * len(iterators):
-                return  # a stream has no texts
-            arrays = {name: np.stack([one[name] for one in sequences]) for name in sequences[0]}
-            yield arrays, [stream.state_dict() for stream in streams]
+            positions = []
+            for stream in streams:
+                taken = list(itertools.islice(stream, self.num_sequences))
+                sequences += [sequence for sequence, _ in taken]
+                positions.append(taken[-1][1])
+            yield np.array(sequences), positions
 
 
-def batches_on_device(args, world, texts: Texts, tokenizer, positions: list[dict] | None):
-    """Yield this rank's micro-batches of each step, on its device, and the positions of its streams
-    after the step. A worker process packs ahead.
-
-    positions: of all streams, to continue from; None: begin.
-    """
+def batches_on_device(args, world, tokenizer, positions: list[dict] | None):
+    """Yield this rank's sequences of each step, on its device, and the positions of its streams
+    after the step. A worker process tokenizes ahead. `positions`: those of all streams, to continue
+    from; None: begin."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise a forked worker hangs
     loader = DataLoader(
-        StepBatches(args, world, texts, tokenizer, positions),
+        StepBatches(args, world, tokenizer, positions),
         batch_size=None,  # each item is a step
         num_workers=1,  # two would both yield every step
         collate_fn=tuple,  # changes nothing; the default would make tensors
         pin_memory=world.device.type != "cpu",  # a thread receives steps while this one trains
         **common.WORKER_OPTIONS,
     )
-    for arrays, positions in loader:
-        sequences = common.to_device(arrays, world.device)
-        micro_batches = []
-        for first in range(0, len(sequences["labels"]), args.micro_batch_size):
-            part = slice(first, first + args.micro_batch_size)
-            micro_batches.append({name: tensor[part] for name, tensor in sequences.items()})
-        yield micro_batches, positions
-    raise common.UserError("too few texts: one of the streams of texts has none")
+    for sequences, positions in loader:
+        yield common.to_device(sequences, world.device), positions
 
 
-def gather_positions(world, positions: list[dict]) -> list[dict]:
-    """Collective. Return the positions of all streams, given those of this rank."""
-    gathered = [None] * world.size
-    dist.all_gather_object(gathered, positions)
-    # Rank 0 has streams 0, n, 2n, ..., rank 1 has streams 1, n + 1, ...
-    return list(itertools.chain.from_iterable(zip(*gathered, strict=True)))
+def load_data(args, checkpoint: Path | None) -> tuple:
+    """Return the tokenizer, the sequences to validate on, and a checksum of the first texts."""
+    to_train, held_out = sample_texts(args)
+    if checkpoint or args.tokenizer or args.model not in MODELS:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint or args.tokenizer or args.model)
+    else:
+        vocab_size = 2048 if args.model == "tiny" else 32_000
+        tokenizer = common.train_tokenizer(to_train, vocab_size, append_eos=False)
+    common.check(tokenizer.eos_token_id is not None, "the tokenizer has no EOS to end texts with")
+
+    sequences = cut(tokenize(held_out, tokenizer), args.seq_length)
+    common.check(
+        sequences,
+        f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or a"
+        " lower --seq-length",
+    )
+    checksum = common.checksum(to_train[:1000], open_texts(args).num_shards)
+    return tokenizer, torch.tensor(sequences), checksum
 
 
 @torch.no_grad()
-def validate(args, world, model, sequences: dict, log, step: int):
+def validate(args, world, model, sequences, log, step: int):
     """Collective. Print the mean loss per token, in nats, over all held-out sequences.
 
-    sequences: {input_ids, labels}, int64 of shape (sequences, --seq-length), the same on all ranks.
+    sequences: int64 of shape (sequences, --seq-length + 1), the same on all ranks.
     """
     # Every rank must take part in every forward. And if all batches have the same size, --compile
     # makes only one graph. So repeat the first sequences at the end. Labels of -100 exclude these.
-    count = len(sequences["labels"])
+    count = len(sequences)
     num_at_once = args.micro_batch_size * world.size
     padded = math.ceil(count / num_at_once) * num_at_once
     parts = torch.arange(world.rank, padded, world.size).split(args.micro_batch_size)
 
     model.eval()
-    totals = torch.zeros(2, device=world.device)  # summed loss, targets
+    loss_sum = torch.zeros((), device=world.device)
     for part in log.bar(parts, "validate", len(parts)):
-        batch = {name: tensor[part % count] for name, tensor in sequences.items()}  # copies
-        batch["labels"][part >= count] = -100
-        batch = {name: tensor.to(world.device) for name, tensor in batch.items()}
-        loss, _ = summed_loss(model, batch)
-        totals[0] += loss
-        totals[1] += (batch["labels"] != -100).sum()
+        tokens = sequences[part % count]
+        labels = tokens[:, 1:].clone()
+        labels[part >= count] = -100
+        loss_sum += summed_loss(model, tokens[:, :-1].to(world.device), labels.to(world.device))
     model.train()
 
-    loss_sum, num_targets = common.sum_over_ranks(totals)
-    val_loss = loss_sum / num_targets
+    val_loss = common.sum_over_ranks(loss_sum) / (count * args.seq_length)
     perplexity = math.exp(min(val_loss, 700))
     log.metrics({"step": step, "val_loss": val_loss, "perplexity": perplexity})
 
 
-# ---- Which strategy is fastest here? ------------------------------------------------------------
+# ---- Main --------------------------------------------------------------------------------------
 
 
 def mfu_per_token_per_second(args, world, meta_model) -> float:
     """Return MFU (Model FLOPs Utilization) divided by tokens/s: the FLOPs of one token over the
-    peak FLOP/s of all GPUs. 0 if either is unknown.
-
-    As in appendix B of PaLM (arXiv:2204.02311), backward costs twice as much as forward. PyTorch
-    counts the FLOPs of forward by shapes. An expert counts if a token uses it.
-    """
+    peak FLOP/s of all GPUs. 0 if the peak is unknown. PyTorch counts the FLOPs of forward. Backward
+    has twice as many, as in appendix B of PaLM (arXiv:2204.02311)."""
     if args.peak_tflops == 0:
         return 0.0
-
-    model = copy.deepcopy(meta_model)
-    model.set_experts_implementation("batched_mm")  # its shapes do not depend on the routing
     tokens = torch.ones(1, args.seq_length, dtype=torch.long, device="meta")
-    try:
-        with FlopCounterMode(display=False) as counter:
-            model(input_ids=tokens, use_cache=False)
-    except RuntimeError:  # a few models read values, which meta tensors do not have
-        return 0.0
+    with FlopCounterMode(display=False) as counter:
+        copy.deepcopy(meta_model).to("meta")(input_ids=tokens, use_cache=False)
     flops_per_token = 3 * counter.get_total_flops() / args.seq_length
     return flops_per_token / (args.peak_tflops * 1e12 * world.size)
 
 
-def compare_strategies(args, world, full_model, meta_model, log, batches, mfu_per_speed: float):
-    """Collective. Time a few training steps under each strategy, with this model on these GPUs."""
-    for strategy in RESHARD:
-        args.sharding_strategy = strategy
-        common.reset_peak(world.device)
-        model, optimizer = build(args, world, full_model, meta_model)
-        times = []
-        for _ in log.bar(range(7), strategy, 7):
-            start = time.perf_counter()
-            micro_batches, _ = next(batches)
-            loss_sum, _ = train_step(args, world, model, optimizer, micro_batches)
-            loss_sum.item()  # waits for the device
-            times.append(time.perf_counter() - start)
-        seconds = statistics.median(times[2:])  # the first two also allocate and compile
-
-        speed = args.global_batch_size * args.seq_length / seconds
-        record = {
-            "strategy": strategy,
-            "tokens/s": speed,
-            "state_gib": common.state_gib(model, optimizer),
-            "peak_gib": common.peak_gib(world.device),
-        }
-        if mfu_per_speed > 0:
-            record["mfu"] = speed * mfu_per_speed
-        log.metrics(record)
-        del model, optimizer
-        gc.collect()  # FSDP's objects form reference cycles
-        if world.device.type != "cpu":
-            torch.accelerator.empty_cache()
-
-
-# ---- Main --------------------------------------------------------------------------------------
-
-# --resume requires these flags to be the same. Together with the dataset, they choose the data of a
-# step.
-MUST_MATCH = ("model", "tokenizer", "seq_length", "global_batch_size", "seed")
-
-
 def learning_rate(args, step: int) -> float:
-    """Return a rate that warms up linearly, then decays by a cosine to a tenth. `step` counts
-    from 1."""
+    """Warm up linearly, then decay by a cosine to a tenth. `step` counts from 1."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
     done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
     return args.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
-
-
-def parse_args():
-    parser = common.make_parser(__doc__)
-    at_least_0 = common.at_least(0)
-    at_least_1 = common.at_least(1)
-    at_least_0_float = common.at_least(0, float)
-
-    add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="tiny", help=f"{', '.join(MODELS)}; or pretrained: Hub name or folder")
-    add(
-        "--dataset",
-        default="builtin",
-        help="builtin; c4; files (.txt, .json, .jsonl, .parquet, also compressed); folder; URL; Hub"
-        " name",
-    )
-    add("--text-column", default="text", help="column with the texts")
-    add(
-        "--tokenizer",
-        help="Hub name or folder; else the model's, or a new one of up to 32,000 tokens",
-    )
-    add("--num-validation-texts", default=500, type=at_least_1, help="texts held out, at most")
-    add("--seq-length", default=128, type=at_least_1, help="tokens in a sequence")
-
-    add = parser.add_argument_group("training").add_argument
-    add("--max-steps", default=500, type=at_least_1, help="optimizer steps")
-    add(
-        "--micro-batch-size", default=4, type=at_least_1, help="sequences on a GPU at once, at most"
-    )
-    add(
-        "--global-batch-size",
-        default=0,
-        type=at_least_0,
-        help="sequences in a step, over all GPUs; 0: 16, or the next multiple of the processes",
-    )
-    add(
-        "--lr",
-        default=0.0,
-        type=at_least_0_float,
-        help="peak learning rate; 0: 5e-3 for tiny, 4e-4 for other sizes, 2e-5 if pretrained",
-    )
-    add("--warmup-steps", default=20, type=at_least_0, help="steps up to the peak learning rate")
-    add(
-        "--weight-decay",
-        default=0.1,
-        type=at_least_0_float,
-        help="for matrices; biases and norms have none",
-    )
-
-    add = parser.add_argument_group("FSDP").add_argument
-    switch = {"action": "store_true"}
-    add(
-        "--sharding-strategy",
-        default="FULL_SHARD",
-        choices=RESHARD,
-        help="what is sharded over which processes, from least to most memory",
-    )
-    add(
-        "--shards-per-replica",
-        default=0,
-        type=at_least_0,
-        help="for the hybrids; 0: the processes of a node",
-    )
-    add(
-        "--precision",
-        default="auto",
-        choices=("auto", *PRECISIONS),
-        help="auto: bf16 if the GPU supports it, else fp32",
-    )
-    add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
-    add("--activation-checkpointing", **switch, help="recompute each layer: less memory, slower")
-    add("--compile", **switch, help="torch.compile layers and loss: faster after a slow start")
-    add(
-        "--gradient-sync",
-        default="every",
-        choices=("every", "last"),
-        help="micro-batches that reduce gradients; last: less traffic, far more memory",
-    )
-
-    group = parser.add_argument_group("processes and output")
-    common.add_run_flags(group)
-    common.add_checkpoint_flags(group)
-    add = group.add_argument
-    add("--compare-strategies", **switch, help="time each strategy, then exit")
-    add(
-        "--peak-tflops",
-        default=0.0,
-        type=at_least_0_float,
-        help="peak of one GPU in bf16 (H100: 989), to print MFU",
-    )
-    add("--validate-every", default=50, type=at_least_0, help="steps between validations; 0: never")
-
-    args = parser.parse_args()
-    if args.lr == 0:
-        args.lr = 4e-4 if args.model in MODELS else 2e-5
-        if args.model == "tiny":
-            args.lr = 5e-3
-    return args
 
 
 def is_due(args, step: int, every: int) -> bool:
@@ -871,55 +614,36 @@ def main(args, world):
     log = common.Log(world, args.output_dir)
     args.precision = common.choose_precision(args.precision, world.device)
     common.divide_batch(args, world, default=16)
+    args.lr = args.lr or (MODELS[args.model][-1] if args.model in MODELS else 2e-5)
     replicas, shards = mesh_shape(args, world)
     model_folder = args.output_dir / "model"
-    checkpoint = None
-    if not args.compare_strategies:
-        checkpoint = common.find_checkpoint(args, MUST_MATCH, model_folder)
+    checkpoint = common.find_checkpoint(args, model_folder)
 
     # Data
-    texts, validation_set, tokenizer = common.first_on_node(
+    tokenizer, validation_set, checksum = common.first_on_node(
         world, lambda: load_data(args, checkpoint)
     )
-    config = common.first_on_node(world, lambda: load_config(args, tokenizer))
-    checksum = common.check_data(texts.checksum, config, checkpoint)
-    dtype = config.dtype  # of the saved model; building the model sets it to fp32
-    names = ", ".join(Path(path).name for path in texts.paths[:3])
-    log.print(f"dataset  {args.dataset}: {names}; files: {len(texts.paths):,}")
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
-    num_sequences = len(validation_set["labels"])
-    log.print(
-        f"data     {step_tokens:,} tokens in a step, {num_sequences} sequences to validate on"
-    )
+    log.print(f"data     {args.dataset}, {step_tokens:,} tokens in a step")
 
     # Model
-    full_model = None
-    if world.rank == 0:
-        full_model = load_model(args, config)  # on the CPU
-    meta_model = make_meta_model(config)
-    common.untie(meta_model, full_model, world)  # where the checkpoint holds two tensors
+    config = common.first_on_node(world, lambda: load_config(args, tokenizer))
+    dtype = config.dtype  # of the saved model; building the model sets it to fp32
+    must_match = common.check_same(args, MUST_MATCH, checksum, config, checkpoint)
+    model, meta_model, optimizer = build(args, world, config)
     vocabulary = f"vocabulary of {config.vocab_size:,}"
     log.print(f"model    {args.model}, {vocabulary}, {common.describe_state(meta_model, shards)}")
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)  # 0 without --peak-tflops
-    if args.compare_strategies:
-        log.print(f"fsdp     every strategy, {args.precision}")
-        batches = batches_on_device(args, world, texts, tokenizer, None)
-        compare_strategies(args, world, full_model, meta_model, log, batches, mfu_per_speed)
-        return
     mesh = f"{replicas} x {shards} (replicas x shards)"
     log.print(f"fsdp     {args.sharding_strategy}, {mesh}, {args.precision}")
-    model, optimizer = build(args, world, full_model, meta_model)
-    del full_model
 
-    # Where the last run stopped
+    # Where the run stands: the steps done, and the positions of all streams
     step = 0
-    positions = None  # of the streams of texts
+    all_positions = None
     if checkpoint:
         progress = common.load_checkpoint(checkpoint, model, optimizer)
         step = progress["step"]
-        positions = progress["positions"]
-        if step > args.max_steps:
-            raise common.UserError(f"{checkpoint} is beyond --max-steps {args.max_steps}")
+        all_positions = progress["positions"]
         log.print(f"resumed  from step {step} of {args.max_steps}")
     elif args.validate_every > 0:
         validate(args, world, model, validation_set, log, step)
@@ -931,18 +655,18 @@ def main(args, world):
     start = time.perf_counter()
 
     remaining = range(step + 1, args.max_steps + 1)
-    batches = batches_on_device(args, world, texts, tokenizer, positions)
+    batches = batches_on_device(args, world, tokenizer, all_positions)
     for step in log.bar(remaining, "train", len(remaining)):
         lr = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        micro_batches, positions = next(batches)
+        tokens, own_positions = next(batches)
         # Dropout must be the same after a resume, and differ between ranks. Seed after
         # next(batches), because a DataLoader draws a random number when it starts. Hash only
         # numbers: the hash of a string differs in each process.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
-        step_loss, grad_norm = train_step(args, world, model, optimizer, micro_batches)
+        step_loss, grad_norm = train_step(args, world, model, optimizer, tokens)
         loss_sum += step_loss
 
         stop_now = any_rank_stops()
@@ -952,12 +676,13 @@ def main(args, world):
             num_tokens = step_tokens * (step - last_logged)
             loss = common.sum_over_ranks(loss_sum) / num_tokens  # waits for the device
             speed = num_tokens / (time.perf_counter() - start)
-            record = {  # printed as common.FORMATS says
+            record = {
                 "step": step,
                 "loss": loss,
                 "grad_norm": grad_norm.item(),
                 "lr": lr,
                 "tokens/s": speed,
+                "per_gpu": speed / world.size,
                 "peak_gib": common.peak_gib(world.device),
             }
             if mfu_per_speed > 0:
@@ -968,26 +693,24 @@ def main(args, world):
             last_logged = step
 
             if save_now:
-                progress = {
-                    "step": step,
-                    "positions": gather_positions(world, positions),
-                    "checksum": checksum,
-                }
+                gathered = [None] * world.size
+                dist.all_gather_object(gathered, own_positions)
+                # Rank 0 has streams 0, n, 2n, ..., rank 1 has streams 1, n + 1, ...
+                all_positions = list(itertools.chain.from_iterable(zip(*gathered, strict=True)))
+                progress = {"step": step, "positions": all_positions, "must_match": must_match}
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
-            if stop_now:
+            if stop_now:  # without the validation that may be due, and without the export
                 log.print(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
             if validate_now:
                 validate(args, world, model, validation_set, log, step)
             start = time.perf_counter()  # do not count saving and validation
 
-    saved = "not saved"
+    log.print(f"metrics  {log.path}, run {log.run}")
     if args.save_model:
         common.export(model, meta_model, dtype, tokenizer, model_folder, world)
-        saved = f"{model_folder} (replaces any earlier one)"
-    log.print(f"metrics  {log.path}, run {log.run}")
-    log.print(f"model    {saved}")
+        log.print(f"model    {model_folder} (replaces any earlier one)")
 
 
 if __name__ == "__main__":
-    common.run(main, parse_args())
+    common.run(main, common.parse_args(Args, __doc__))

@@ -1,13 +1,13 @@
 r"""What does FSDP change?
 
-Trains three networks on drawn digits: first locally in one process, then sharded with FSDP2
-(`fully_shard`) or FSDP1 (`FullyShardedDataParallel`). Prints speed and memory side by side.
+Trains three networks on drawn digits. Run it twice: without torchrun it trains locally, in one
+process; with torchrun, sharded with FSDP2 (`fully_shard`) or FSDP1 (`FullyShardedDataParallel`).
+The second run ends with the results of both, side by side.
 
-    python mnist_fsdp.py                    # the whole comparison; a laptop is enough
-    python mnist_fsdp.py --device cpu       # if you have only one GPU
-    python mnist_fsdp.py --model shallow deep --dataset mnist --epochs 10 \
-        --global-batch-size 256             # the notebook's settings
-    torchrun --nproc_per_node 8 mnist_fsdp.py --model deep      # the sharded half only
+    python mnist_fsdp.py                                          # local
+    torchrun --standalone --nproc_per_node 2 mnist_fsdp.py        # sharded; a laptop is enough
+    torchrun --nproc_per_node 8 mnist_fsdp.py --model shallow deep --dataset mnist --epochs 10 \
+        --global-batch-size 256                                   # the notebook's settings
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 mnist_fsdp.py
 
@@ -23,12 +23,15 @@ import functools
 import gc
 import itertools
 import json
+import math
 import os
-import signal
-import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages: faster in virtual machines
 
 import torch
 import torch.nn as nn
@@ -48,65 +51,34 @@ from safetensors.torch import save
 
 import common
 
-# ---- FSDP --------------------------------------------------------------------------------------
 
-# FSDP gathers and frees parameters in groups, called units. Both functions below make the same
-# units, from the leaves up: a module with at least --min-num-params parameters that are not in a
-# unit yet becomes one. Everything else is in the root unit.
+@dataclass
+class Args:
+    # Data and model
+    model: tuple[Literal["layers", "deep", "shallow"], ...] = ("layers", "deep", "shallow")
+    """networks to train"""
+    dataset: Literal["builtin", "mnist"] = "builtin"  # drawn digits, or MNIST
+    data_dir: Path = Path("data")  # folder for MNIST
 
+    # Training
+    epochs: int = 0  # passes over the images; 0: a few steps, see STEPS
+    global_batch_size: int = 0  # images per step, on all GPUs; 0: 128, rounded up to divide evenly
+    test_batch_size: int = 1000  # test images on a GPU at once
+    lr: float = 0.001  # learning rate of Adam
+    seed: int = 1  # for weights, data order and dropout
 
-def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
-    """Collective: every rank must call it. Shard with `fully_shard`: bottom-up, in place, one
-    DTensor per parameter."""
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    for module in reversed(list(model.modules())):  # children before parents, the root last
-        sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
-        # Let FSDP1's policy decide here, too. It skips containers such as ModuleList, because their
-        # forward is never called.
-        is_large = size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params)
-        if is_large or module is model:
-            unit = fully_shard(module, mesh=mesh)
-            if world.device.type == "xpu":
-                unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average everywhere
-    return model
+    # FSDP
+    fsdp_version: Literal[2, 1] = 2  # 2: fully_shard; 1: FullyShardedDataParallel (deprecated)
+    min_num_params: int = 20_000  # size of the smallest unit
+    device: str = "auto"  # auto (GPUs, if there are any), cpu, cuda or xpu
 
-
-def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
-    """Collective. Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit."""
-    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params)
-    return FSDP(
-        model,
-        auto_wrap_policy=policy,
-        device_id=world.device,  # moves unit by unit to the device
-        use_orig_params=True,  # keep the parameters visible
-        # With a mesh, state dicts hold DTensors, as with FSDP2.
-        device_mesh=init_device_mesh(world.device.type, (world.size,)),
-    )
+    # Output
+    output_dir: Path = Path("output/mnist_fsdp")  # use a new folder for each run
+    save_model: bool = False  # saving the trained networks
+    print_model: bool = False  # print the network with its units
 
 
-def train_one_epoch(world, model, loader, optimizer, epoch: int, num_steps: int, log):
-    """Collective, like every forward of a sharded model. Train on the first `num_steps` batches of
-    an epoch. Returns the mean loss over the samples of all ranks, and their number."""
-    model.train()
-    loader.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
-    loss_sum = torch.zeros((), device=world.device)
-    batches = itertools.islice(loader, num_steps)
-    for images, labels in log.bar(batches, f"epoch {epoch}", num_steps):
-        images = images.to(world.device, non_blocking=True)
-        labels = labels.to(world.device, non_blocking=True)
-
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(images), labels, reduction="sum")
-        # Divide by this rank's images. FSDP averages over ranks, which makes it the mean over all.
-        (loss / len(images)).backward()
-        optimizer.step()
-        loss_sum += loss.detach()  # stays on the device: .item() would make the host wait
-
-    num_samples = num_steps * loader.batch_size * world.size
-    return common.sum_over_ranks(loss_sum) / num_samples, num_samples
-
-
-# ---- Model and data ----------------------------------------------------------------------------
+# ---- Networks ----------------------------------------------------------------------------------
 
 
 class Residual(nn.Linear):
@@ -117,7 +89,8 @@ class Residual(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Apply the ReLU first: after zero weights, it would pass no gradient on to them.
+        # Apply the ReLU first. Behind zero weights it would see only zeros, where its gradient is
+        # zero, so the weights would never learn.
         active = F.relu(F.layer_norm(x, x.shape[-1:]))
         return x + 0.01 * super().forward(active)
 
@@ -160,6 +133,67 @@ NETWORKS = {
 STEPS = {"layers": 10, "deep": 3, "shallow": 100}
 
 
+# ---- FSDP --------------------------------------------------------------------------------------
+
+# FSDP gathers and frees parameters in groups, called units. Both functions below make the same
+# units, from the leaves up: a module with at least --min-num-params parameters that are not in a
+# unit yet becomes one. Everything else is in the root unit.
+
+
+def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
+    """Collective: every rank must call it. Shard with `fully_shard`: bottom-up, in place, one
+    DTensor per parameter."""
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for module in reversed(list(model.modules())):  # children before parents, the root last
+        sizes = [p.numel() for p in module.parameters() if not isinstance(p, DTensor)]
+        # Let FSDP1's policy decide here, too. It skips containers such as ModuleList, because their
+        # forward is never called.
+        is_large = size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params)
+        if is_large or module is model:
+            unit = fully_shard(module, mesh=mesh)
+            if world.device.type == "xpu":
+                # On some machines oneCCL cannot average: sum, then divide.
+                unit.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
+    """Collective. Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit."""
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=args.min_num_params)
+    return FSDP(
+        model,
+        auto_wrap_policy=policy,
+        device_id=world.device,  # moves unit by unit to the device
+        use_orig_params=True,  # parameters() returns the original ones, views of the flat one
+        # With a mesh, state dicts hold DTensors, as with FSDP2.
+        device_mesh=init_device_mesh(world.device.type, (world.size,)),
+    )
+
+
+def train_one_epoch(world, model, loader, optimizer, epoch: int, num_steps: int, log):
+    """Collective, like every forward of a sharded model. Train on the first `num_steps` batches of
+    an epoch. Returns the mean loss over the samples of all ranks, and their number."""
+    model.train()
+    loader.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
+    loss_sum = torch.zeros((), device=world.device)
+    batches = itertools.islice(loader, num_steps)
+    for images, labels in log.bar(batches, f"epoch {epoch}", num_steps):
+        images = images.to(world.device, non_blocking=True)
+        labels = labels.to(world.device, non_blocking=True)
+
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(images), labels)  # the mean over this rank's images
+        loss.backward()  # FSDP averages the gradients over all ranks
+        optimizer.step()
+        loss_sum += loss.detach() * len(images)  # .item() would make the host wait for the device
+
+    num_samples = num_steps * loader.batch_size * world.size
+    return common.sum_over_ranks(loss_sum) / num_samples, num_samples
+
+
+# ---- Data --------------------------------------------------------------------------------------
+
+
 def draw_digits(count: int, seed: int) -> TensorDataset:
     """Draw `count` digits in Pillow's own font, then move, scale and shear them, and add noise.
     Returns images and labels."""
@@ -179,105 +213,57 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
 
 
 def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
-    """Collective. Return images to train on and to test on: drawn ones, or those of MNIST, which
-    one process per node downloads."""
+    """Collective. Return images and labels to train on and to test on: drawn ones, or those of
+    MNIST, which one process per node downloads."""
     if args.dataset == "builtin":
         return draw_digits(6400, 2 * args.seed), draw_digits(1000, 2 * args.seed + 1)
 
-    def download():
-        datasets.MNIST(args.data_dir, download=True)
-
-    common.first_on_node(world, download)
     normalized = []
     for is_train in (True, False):
-        digits = datasets.MNIST(args.data_dir, is_train)
+        read = functools.partial(datasets.MNIST, args.data_dir, is_train, download=True)
+        digits = common.first_on_node(world, read)
         images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
         normalized.append(TensorDataset(images, digits.targets))
     return tuple(normalized)
 
 
-def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """Return a loader of this rank's part of the batches. The ranks divide the order that a single
+def make_loader(args, world, dataset) -> DataLoader:
+    """Return a loader of this rank's part of each batch. The ranks divide the order that a single
     process would follow, so a step has the same images on any number of processes."""
-    sampler = DistributedSampler(
-        dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
+    common.check(
+        len(dataset) >= args.global_batch_size,
+        f"{len(dataset)} images are fewer than --global-batch-size {args.global_batch_size}",
     )
-    pin_memory = world.device.type != "cpu"
-    return DataLoader(dataset, batch_size, sampler=sampler, drop_last=train, pin_memory=pin_memory)
+    sampler = DistributedSampler(dataset, world.size, world.rank, seed=args.seed, drop_last=True)
+    return DataLoader(
+        dataset,
+        args.global_batch_size // world.size,
+        sampler=sampler,
+        drop_last=True,
+        pin_memory=world.device.type != "cpu",
+    )
 
 
 @torch.no_grad()
-def evaluate(world, model, loader) -> tuple[float, float]:
-    """Collective. Return mean loss and accuracy over the test set. Every image counts once."""
+def evaluate(args, world, model, dataset) -> tuple[float, float]:
+    """Collective. Return mean loss and accuracy over all images."""
+    images, labels = dataset.tensors
+    count = len(labels)
+    # Every rank must take part in every forward. So repeat the first images at the end. Labels of
+    # -100 exclude these: nll_loss ignores them, and no prediction equals them.
+    padded = math.ceil(count / world.size) * world.size
     model.eval()
     totals = torch.zeros(2, device=world.device)
-    first = world.rank
-    for images, labels in loader:
-        labels = labels.to(world.device)
-        outputs = model(images.to(world.device))
-
-        # Every rank must take part in every forward, so the sampler repeats some images. Label them
-        # -100, which nll_loss ignores and no prediction equals.
-        indices = first + world.size * torch.arange(len(labels), device=world.device)
-        labels[indices >= len(loader.dataset)] = -100
-        totals[0] += F.nll_loss(outputs, labels, reduction="sum")
-        totals[1] += (outputs.argmax(dim=1) == labels).sum()
-        first += world.size * len(labels)
+    for part in torch.arange(world.rank, padded, world.size).split(args.test_batch_size):
+        outputs = model(images[part % count].to(world.device))
+        targets = torch.where(part < count, labels[part % count], -100).to(world.device)
+        totals[0] += F.nll_loss(outputs, targets, reduction="sum")
+        totals[1] += (outputs.argmax(dim=1) == targets).sum()
     loss_sum, correct = common.sum_over_ranks(totals)
-    return loss_sum / len(loader.dataset), correct / len(loader.dataset)
+    return loss_sum / count, correct / count
 
 
 # ---- Main --------------------------------------------------------------------------------------
-
-
-def parse_args():
-    parser = common.make_parser(__doc__)
-    at_least_0 = common.at_least(0)
-    at_least_1 = common.at_least(1)
-
-    add = parser.add_argument_group("data and model").add_argument
-    add("--model", default=list(NETWORKS), choices=NETWORKS, nargs="+", help="networks to train")
-    add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
-    add("--data-dir", default=Path("data"), type=Path, help="folder for MNIST")
-
-    add = parser.add_argument_group("training").add_argument
-    add(
-        "--epochs",
-        default=0,
-        type=at_least_0,
-        help="passes over the images; 0: a few steps, see STEPS",
-    )
-    add(
-        "--global-batch-size",
-        default=0,
-        type=at_least_0,
-        help="images in a step, over all GPUs; 0: 128, or the next multiple of the processes",
-    )
-    add("--test-batch-size", default=1000, type=at_least_1, help="test images on a GPU at once")
-    add("--lr", default=0.001, type=common.at_least(0, float), help="learning rate of Adam")
-
-    add = parser.add_argument_group("FSDP").add_argument
-    add("--mode", choices=("local", "fsdp"), help="run only one half; torchrun runs fsdp")
-    add(
-        "--fsdp-version",
-        default=2,
-        type=int,
-        choices=(1, 2),
-        help="2: fully_shard; 1: FullyShardedDataParallel (deprecated)",
-    )
-    add("--min-num-params", default=20_000, type=at_least_1, help="size of the smallest unit")
-    add("--print-model", action="store_true", help="print the network with its units")
-
-    common.add_run_flags(parser.add_argument_group("processes and output"))
-    parser.set_defaults(save_model=False)
-    args = parser.parse_args()
-    if args.mode is None and "RANK" in os.environ:
-        args.mode = "fsdp"
-    if args.mode == "local":
-        if "RANK" in os.environ or args.num_processes > 1:
-            parser.error("--mode local is one process: omit torchrun and --num-processes")
-        args.num_processes = 1
-    return args
 
 
 HEAD = "network | processes  | state     | peak     | test loss | accuracy | samples/s"
@@ -293,6 +279,7 @@ def describe(row: dict) -> str:
 
 
 def main(args, world):
+    mode = "fsdp" if "RANK" in os.environ else "local"  # with torchrun, or without
     if world.device.type == "cpu" and sys.platform == "linux":
         # Return freed blocks of 1 MB or more to Linux at once, so that the peak counts only what
         # training holds. This costs speed. (-3 is M_MMAP_THRESHOLD in malloc.h.)
@@ -303,14 +290,7 @@ def main(args, world):
         f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test"
     )
     common.divide_batch(args, world, default=128)
-    train_loader = make_loader(
-        train_set, args.global_batch_size // world.size, args, world, train=True
-    )
-    test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
-    if len(train_loader) == 0:
-        raise common.UserError(
-            f"{len(train_set)} images are fewer than --global-batch-size {args.global_batch_size}"
-        )
+    loader = make_loader(args, world, train_set)
     for network in args.model:
         with torch.device("meta"):
             meta_model = NETWORKS[network]()
@@ -318,10 +298,10 @@ def main(args, world):
     log.print(HEAD)
 
     for network in args.model:
-        steps_left = args.epochs * len(train_loader) or STEPS[network]
+        steps_left = args.epochs * len(loader) or STEPS[network]
         torch.manual_seed(args.seed)  # the same on all ranks: they shard the same weights
         model = NETWORKS[network]()
-        if args.mode == "local":
+        if mode == "local":
             model.to(world.device)
         elif args.fsdp_version == 2:
             model = shard_with_fsdp2(args, world, model)
@@ -333,21 +313,21 @@ def main(args, world):
             log.print(str(model))
 
         for epoch in itertools.count(1):
-            num_steps = min(steps_left, len(train_loader))
+            num_steps = min(steps_left, len(loader))
             steps_left -= num_steps
             common.reset_peak(world.device)
             start = time.perf_counter()
             loss, num_samples = train_one_epoch(
-                world, model, train_loader, optimizer, epoch, num_steps, log
+                world, model, loader, optimizer, epoch, num_steps, log
             )
             seconds = time.perf_counter() - start
             peak_gib = common.peak_gib(world.device)
             # Measure before evaluate, which leaves the root unit gathered.
             state_gib = common.state_gib(model, optimizer)
-            test_loss, accuracy = evaluate(world, model, test_loader)
+            test_loss, accuracy = evaluate(args, world, model, test_set)
             row = {
                 "network": network,
-                "mode": args.mode,
+                "mode": mode,
                 "processes": world.size,
                 "state_gib": state_gib,
                 "peak_gib": peak_gib,
@@ -365,47 +345,23 @@ def main(args, world):
         if args.save_model:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             weights = get_model_state_dict(model, options=options)  # a collective; full on rank 0
-            folder = args.output_dir / f"{network}-{args.mode}"
+            folder = args.output_dir / f"{network}-{mode}"
             if world.rank == 0:
                 folder.mkdir(exist_ok=True)
                 (folder / "model.safetensors").write_bytes(save(weights))
         del model, optimizer
         gc.collect()  # FSDP's objects form reference cycles
 
-
-def compare_both_halves(args):
-    """Run each half in its own processes, so that each has its own peak of memory. Then print the
-    last epoch of each network side by side."""
-    start = time.perf_counter()
-    # Use large pages: in a virtual machine, it is slow to get returned memory again.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # If a flag comes twice, the last one counts.
-    local = ["--mode", "local", "--num-processes", "1"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # otherwise that half would stay
-    local_half = subprocess.run([sys.executable, *sys.argv, *local])
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if local_half.returncode != 0:
-        sys.exit(local_half.returncode)
-    args.mode = "fsdp"
-    common.run(main, args)
-
-    path = args.output_dir / "metrics.jsonl"
-    last_rows = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        last_rows[row["network"], row["mode"]] = row
-
-    print("\n" + HEAD)
-    for network in args.model:
-        for mode in ("local", "fsdp"):
-            print(describe(last_rows[network, mode]))
-    print(f"\nmetrics  {path}")
-    print(f"total    {time.perf_counter() - start:.0f} s")
+    log.print(f"metrics  {log.path}")
+    if mode == "fsdp" and log.is_rank0:
+        rows = {}
+        for line in log.path.read_text().splitlines():
+            row = json.loads(line)
+            rows[list(NETWORKS).index(row["network"]), row["mode"] == "fsdp"] = describe(row)
+        log.print(f"\nThe last runs in this folder\n\n{HEAD}")
+        for _, row in sorted(rows.items()):
+            log.print(row)
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    if args.mode is None:
-        compare_both_halves(args)
-    else:
-        common.run(main, args)
+    common.run(main, common.parse_args(Args, __doc__))

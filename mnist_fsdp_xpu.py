@@ -3,8 +3,8 @@ r"""What do I change to run it on Intel GPUs?
 Trains the shallow network of mnist_fsdp.py, sharded over all Intel GPUs of a machine. The comments
 that begin with "XPU:" are the answer.
 
-    python mnist_fsdp_xpu.py                # one process per Intel GPU
-    python mnist_fsdp_xpu.py --device cpu   # a rehearsal without GPUs
+    torchrun --standalone --nproc_per_node 4 mnist_fsdp_xpu.py      # the number of Intel GPUs
+    python mnist_fsdp_xpu.py --device cpu                           # a rehearsal without GPUs
     torchrun --nproc_per_node 4 mnist_fsdp_xpu.py --dataset mnist --epochs 10   # Intel's settings
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 mnist_fsdp_xpu.py
@@ -16,14 +16,18 @@ XPU: in a fresh environment, first install PyTorch's build for Intel GPUs, then 
 Read `main` first. FSDP is in `shard_with_fsdp2` (or its twin `shard_with_fsdp1`) and
 `train_one_epoch`. The script has run only as a rehearsal, never on an Intel GPU.
 
-Follows
+Adadelta, --lr, --global-batch-size, the sum of the losses and --min-num-params 100 are not needs of
+XPU, but settings of Intel's page:
 https://intel.github.io/intel-extension-for-pytorch/xpu/2.1.10+xpu/tutorials/features/FSDP.html.
 docs/from-the-documents.md lists the differences.
 """
 
 import functools
+import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -44,6 +48,31 @@ from safetensors.torch import save
 
 import common
 
+
+@dataclass
+class Args:
+    # Data
+    dataset: Literal["builtin", "mnist"] = "builtin"  # drawn digits, or MNIST
+    data_dir: Path = Path("data")  # folder for MNIST
+
+    # Training
+    epochs: int = 3  # passes over the images
+    global_batch_size: int = 0  # images per step, on all GPUs; 0: 64, rounded up to divide evenly
+    test_batch_size: int = 1000  # test images on a GPU at once
+    lr: float = 1.0  # learning rate of Adadelta
+    gamma: float = 0.7  # factor on the learning rate after each epoch
+    seed: int = 1  # for weights, data order and dropout
+
+    # FSDP
+    fsdp_version: Literal[2, 1] = 2  # 2: fully_shard; 1: FullyShardedDataParallel (deprecated)
+    min_num_params: int = 100  # size of the smallest unit
+    device: str = "xpu"  # xpu, or cpu for a rehearsal. XPU: never fall back to the CPU
+
+    # Output
+    output_dir: Path = Path("output/mnist_fsdp_xpu")  # use a new folder for each run
+    save_model: bool = False  # saving the trained network
+
+
 # ---- FSDP --------------------------------------------------------------------------------------
 
 # FSDP gathers and frees parameters in groups, called units. Both functions below make the same
@@ -63,7 +92,7 @@ def shard_with_fsdp2(args, world, model: nn.Module) -> nn.Module:
         is_large = size_based_auto_wrap_policy(module, False, sum(sizes), args.min_num_params)
         if is_large or module is model:
             unit = fully_shard(module, mesh=mesh)
-            # XPU: FSDP2 would let oneCCL average, which it cannot do on every machine.
+            # XPU: on some machines oneCCL cannot average: sum, then divide.
             unit.set_force_sum_reduction_for_comms(True)
     return model
 
@@ -76,7 +105,7 @@ def shard_with_fsdp1(args, world, model: nn.Module) -> nn.Module:
         auto_wrap_policy=policy,
         # XPU: "xpu:0", "xpu:1", ... Without it the model stays on the CPU, and forward fails.
         device_id=world.device,
-        use_orig_params=True,  # keep the parameters visible
+        use_orig_params=True,  # parameters() returns the original ones, views of the flat one
         # With a mesh, state dicts hold DTensors, as with FSDP2.
         device_mesh=init_device_mesh(world.device.type, (world.size,)),
     )
@@ -147,92 +176,57 @@ def draw_digits(count: int, seed: int) -> TensorDataset:
 
 
 def load_digits(args, world) -> tuple[TensorDataset, TensorDataset]:
-    """Collective. Return images to train on and to test on: drawn ones, or those of MNIST, which
-    one process per node downloads."""
+    """Collective. Return images and labels to train on and to test on: drawn ones, or those of
+    MNIST, which one process per node downloads."""
     if args.dataset == "builtin":
         return draw_digits(6400, 2 * args.seed), draw_digits(1000, 2 * args.seed + 1)
 
-    def download():
-        datasets.MNIST(args.data_dir, download=True)
-
-    common.first_on_node(world, download)
     normalized = []
     for is_train in (True, False):
-        digits = datasets.MNIST(args.data_dir, is_train)
+        read = functools.partial(datasets.MNIST, args.data_dir, is_train, download=True)
+        digits = common.first_on_node(world, read)
         images = (digits.data[:, None] / 255 - 0.1307) / 0.3081
         normalized.append(TensorDataset(images, digits.targets))
     return tuple(normalized)
 
 
-def make_loader(dataset, batch_size: int, args, world, train: bool) -> DataLoader:
-    """Return a loader of this rank's part of the batches. The ranks divide the order that a single
+def make_loader(args, world, dataset) -> DataLoader:
+    """Return a loader of this rank's part of each batch. The ranks divide the order that a single
     process would follow, so a step has the same images on any number of processes."""
-    sampler = DistributedSampler(
-        dataset, world.size, world.rank, shuffle=train, seed=args.seed, drop_last=train
+    common.check(
+        len(dataset) >= args.global_batch_size,
+        f"{len(dataset)} images are fewer than --global-batch-size {args.global_batch_size}",
     )
-    pin_memory = world.device.type != "cpu"
-    return DataLoader(dataset, batch_size, sampler=sampler, drop_last=train, pin_memory=pin_memory)
+    sampler = DistributedSampler(dataset, world.size, world.rank, seed=args.seed, drop_last=True)
+    return DataLoader(
+        dataset,
+        args.global_batch_size // world.size,
+        sampler=sampler,
+        drop_last=True,
+        pin_memory=world.device.type != "cpu",
+    )
 
 
 @torch.no_grad()
-def evaluate(world, model, loader) -> tuple[float, float]:
-    """Collective. Return mean loss and accuracy over the test set. Every image counts once."""
+def evaluate(args, world, model, dataset) -> tuple[float, float]:
+    """Collective. Return mean loss and accuracy over all images."""
+    images, labels = dataset.tensors
+    count = len(labels)
+    # Every rank must take part in every forward. So repeat the first images at the end. Labels of
+    # -100 exclude these: nll_loss ignores them, and no prediction equals them.
+    padded = math.ceil(count / world.size) * world.size
     model.eval()
     totals = torch.zeros(2, device=world.device)
-    first = world.rank
-    for images, labels in loader:
-        labels = labels.to(world.device)
-        outputs = model(images.to(world.device))
-
-        # Every rank must take part in every forward, so the sampler repeats some images. Label them
-        # -100, which nll_loss ignores and no prediction equals.
-        indices = first + world.size * torch.arange(len(labels), device=world.device)
-        labels[indices >= len(loader.dataset)] = -100
-        totals[0] += F.nll_loss(outputs, labels, reduction="sum")
-        totals[1] += (outputs.argmax(dim=1) == labels).sum()
-        first += world.size * len(labels)
+    for part in torch.arange(world.rank, padded, world.size).split(args.test_batch_size):
+        outputs = model(images[part % count].to(world.device))
+        targets = torch.where(part < count, labels[part % count], -100).to(world.device)
+        totals[0] += F.nll_loss(outputs, targets, reduction="sum")
+        totals[1] += (outputs.argmax(dim=1) == targets).sum()
     loss_sum, correct = common.sum_over_ranks(totals)
-    return loss_sum / len(loader.dataset), correct / len(loader.dataset)
+    return loss_sum / count, correct / count
 
 
 # ---- Main --------------------------------------------------------------------------------------
-
-
-def parse_args():
-    parser = common.make_parser(__doc__)
-    at_least_0 = common.at_least(0)
-    at_least_1 = common.at_least(1)
-    number = common.at_least(0, float)
-
-    add = parser.add_argument_group("data and model").add_argument
-    add("--dataset", default="builtin", choices=("builtin", "mnist"), help="drawn digits, or MNIST")
-    add("--data-dir", default=Path("data"), type=Path, help="folder for MNIST")
-
-    add = parser.add_argument_group("training").add_argument
-    add("--epochs", default=3, type=at_least_1, help="passes over the images")
-    add(
-        "--global-batch-size",
-        default=0,
-        type=at_least_0,
-        help="images in a step, over all GPUs; 0: 64, or the next multiple of the processes",
-    )
-    add("--test-batch-size", default=1000, type=at_least_1, help="test images on a GPU at once")
-    add("--lr", default=1.0, type=number, help="learning rate of Adadelta")
-    add("--gamma", default=0.7, type=number, help="factor on the learning rate after each epoch")
-
-    add = parser.add_argument_group("FSDP").add_argument
-    add(
-        "--fsdp-version",
-        default=2,
-        type=int,
-        choices=(1, 2),
-        help="2: fully_shard; 1: FullyShardedDataParallel (deprecated)",
-    )
-    add("--min-num-params", default=100, type=at_least_1, help="size of the smallest unit")
-
-    common.add_run_flags(parser.add_argument_group("processes and output"))
-    parser.set_defaults(device="xpu", save_model=False)  # XPU: never fall back to the CPU
-    return parser.parse_args()
 
 
 def main(args, world):
@@ -241,14 +235,7 @@ def main(args, world):
     log = common.Log(world, args.output_dir)
     train_set, test_set = load_digits(args, world)
     common.divide_batch(args, world, default=64)
-    train_loader = make_loader(
-        train_set, args.global_batch_size // world.size, args, world, train=True
-    )
-    test_loader = make_loader(test_set, args.test_batch_size, args, world, train=False)
-    if len(train_loader) == 0:
-        raise common.UserError(
-            f"{len(train_set)} images are fewer than --global-batch-size {args.global_batch_size}"
-        )
+    loader = make_loader(args, world, train_set)
     log.print(
         f"data     {args.dataset}, {len(train_set):,} images to train on, {len(test_set):,} to test"
     )
@@ -274,13 +261,13 @@ def main(args, world):
     for epoch in range(1, args.epochs + 1):
         common.reset_peak(world.device)
         start = time.perf_counter()
-        loss, num_samples = train_one_epoch(world, model, train_loader, optimizer, epoch, log)
+        loss, num_samples = train_one_epoch(world, model, loader, optimizer, epoch, log)
         speed = num_samples / (time.perf_counter() - start)
         memory = {
             "peak_gib": common.peak_gib(world.device),
             "state_gib": common.state_gib(model, optimizer),
         }
-        test_loss, accuracy = evaluate(world, model, test_loader)
+        test_loss, accuracy = evaluate(args, world, model, test_set)
         record = {
             "epoch": epoch,
             "loss": loss,
@@ -307,4 +294,4 @@ def main(args, world):
 
 
 if __name__ == "__main__":
-    common.run(main, parse_args())
+    common.run(main, common.parse_args(Args, __doc__))

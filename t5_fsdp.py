@@ -4,7 +4,7 @@ Fine-tunes T5 to summarize articles, sharded with FSDP2 (`fully_shard`) or FSDP1
 (`FullyShardedDataParallel`). Without flags it needs no download: a small T5 learns built-in
 articles in about two minutes on two cores.
 
-    python t5_fsdp.py                       # one process per GPU, or two on a CPU
+    torchrun --nproc_per_node 2 t5_fsdp.py
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --lr 3e-4 --compile \
         --dataset abisee/cnn_dailymail:3.0.0 --text-column article --summary-column highlights \
         --num-train-samples 0 --global-batch-size 128 \
@@ -17,21 +17,27 @@ articles in about two minutes on two cores.
         --test-batch-size 4 --lr 2e-3 --gamma 0.7   # the tutorial's; download the CSV by hand
 
 Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard_with_fsdp2` (or its twin
-`shard_with_fsdp1`), `train_step` and `common.load_weights`. Batch sizes count all processes.
+`shard_with_fsdp1`) and `train_step`. FSDP1 also differs in which ranks load the weights (`build`),
+--backward-prefetch post, clipping (`train_step`) and `generate`.
+
+After each epoch, `best/` gets the model if its validation loss is the lowest. --checkpoint-every N
+also saves a checkpoint, to continue from, every N steps and after each epoch, before validation. A
+signal that stops the run always saves one.
 
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
 https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html.
 docs/from-the-documents.md lists the differences, docs/your-model-and-data.md what to change where.
 """
 
-import argparse
 import copy
 import math
 import random
 import textwrap
 import time
 import warnings
-import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -56,12 +62,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader
 
-import regex
 import transformers
-from nltk.stem import PorterStemmer
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import (
+    AutoConfig,
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
     DataCollatorForSeq2Seq,
     T5Config,
 )
@@ -75,12 +81,61 @@ VIEWS = r"FSDP2-wrapped module \(FSDP(\w*T5Block|CheckpointWrapper)\) returned a
 warnings.filterwarnings("ignore", message=VIEWS)
 transformers.logging.disable_progress_bar()
 
-# ---- FSDP: what is sharded, in which precision, and when it is gathered ------------------------
+
+@dataclass
+class Args:
+    # Data and model
+    model: str = "builtin"  # builtin, or any T5: Hub name or folder
+    dataset: str = "builtin"  # builtin; .csv, .jsonl or .parquet files; folder; URL; Hub name
+    text_column: str = "text"  # column with the articles
+    summary_column: str = "headline"  # column with their summaries
+    num_train_samples: int = 8000  # articles, at most; 0: all
+    num_validation_samples: int = 300  # articles, at most; 0: all
+    max_summary_share: float = 0.75  # leave out longer summaries, as a share of the text
+    max_source_length: int = 512  # tokens of an article, at most
+    max_target_length: int = 150  # tokens of a summary, at most
+
+    # Training
+    epochs: int = 3  # passes over the articles
+    max_steps: int = 0  # optimizer steps instead of --epochs, if not 0
+    global_batch_size: int = 0  # articles per step, on all GPUs; 0: 32, rounded up to divide evenly
+    micro_batch_size: int = 16  # articles on a GPU at once; out of memory? try 8, 4, 2, 1
+    test_batch_size: int = 50  # articles at once in validation
+    lr: float = 1e-3  # learning rate of AdamW
+    gamma: float = 0.8  # factor on the learning rate after each epoch
+    seed: int = 1  # for weights, data order and dropout
+
+    # FSDP
+    fsdp_version: Literal[2, 1] = 2  # 2: fully_shard; 1: FullyShardedDataParallel (deprecated)
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"  # ZeRO-3 or ZeRO-2
+    precision: Literal["auto", "fp32", "bf16", "bf16-reduce", "grad-bf16"] = "auto"
+    """auto: bf16 if the GPU supports it, else fp32; see PRECISIONS"""
+    backward_prefetch: Literal["pre", "post", "none"] = "pre"  # see PREFETCH
+    cpu_offload: bool = False  # keep shards on the CPU: least memory, slow
+    activation_checkpointing: bool = False  # recompute each T5Block: less memory, slower
+    compile: bool = False  # torch.compile T5Blocks and loss: faster after a slow start
+    device: str = "auto"  # auto (GPUs, if there are any), cpu, cuda or xpu
+
+    # Output
+    output_dir: Path = Path("output/t5_fsdp")  # use a new folder for each run
+    save_model: bool = True  # saving the best model
+    print_model: bool = False  # print the sharded model with its units
+    run_validation: bool = True  # loss and ROUGE, before training and after each epoch
+    log_every: int = 25  # steps between printed lines
+    checkpoint_every: int = 0  # steps between checkpoints; 0: only when a signal stops the run
+    resume: bool = False  # continue from the newest checkpoint, if there is one
+
+
+# To continue a run, --resume needs these to be the same: they choose the articles of a step.
+MUST_MATCH = (
+    "model num_train_samples num_validation_samples max_source_length max_target_length"
+    " global_batch_size seed"
+).split()
+
+# ---- FSDP --------------------------------------------------------------------------------------
 
 # FSDP gathers and frees parameters in groups, called units. Each T5Block is a unit. Everything else
 # is in the root unit: mostly the embedding, which encoder, decoder and output layer share.
-
-# A docstring that begins with "Collective" means that every rank must call the function.
 
 # The dtype for gathering parameters and computing, and the dtype for reducing gradients. The
 # optimizer's shards are always fp32.
@@ -108,12 +163,16 @@ PREFETCH = {
 
 
 def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
-    """Collective. Shard with `fully_shard`: bottom-up, in place, one DTensor per parameter.
+    """Collective: every rank must call it. Shard with `fully_shard`: bottom-up, in place, one
+    DTensor per parameter.
 
-    full_model: the model with its weights, on rank 0 only. meta_model: the same model with shapes
-    only.
+    full_model: the model with its weights, on rank 0 only. meta_model: a copy whose parameters have
+    shapes but no memory.
     """
-    # 1. Begin with shapes on the meta device, so that no device has to hold the whole model.
+    common.check(
+        args.backward_prefetch != "post", "--backward-prefetch post needs --fsdp-version 1"
+    )
+    # 1. Begin on the meta device, so that no device has to hold the whole model.
     model = copy.deepcopy(meta_model)
     layers = prepare_layers(args, model)
 
@@ -121,7 +180,7 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
     param_dtype, reduce_dtype = PRECISIONS[args.precision]
     options = {
         "mesh": init_device_mesh(world.device.type, (world.size,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
     }
     if args.cpu_offload:  # pinned memory copies faster, and needs an accelerator
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
@@ -137,7 +196,8 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
             # prefetch only itself: it is already gathered then.
             unit.set_modules_to_backward_prefetch([unit])
         if world.device.type == "xpu":
-            unit.set_force_sum_reduction_for_comms(True)  # oneCCL cannot average on every machine
+            # On some machines oneCCL cannot average: sum, then divide.
+            unit.set_force_sum_reduction_for_comms(True)
 
     # 3. Allocate this rank's shards, and copy rank 0's weights into them.
     common.load_weights(model, full_model, world, args.cpu_offload)
@@ -150,11 +210,11 @@ def shard_with_fsdp1(args, world, model) -> nn.Module:
 
     model: the model with its weights, on every rank's CPU. FSDP moves it unit by unit.
     """
-    if args.cpu_offload and (world.size == 1 or world.device.type == "cpu"):
-        raise common.UserError(
-            "FSDP1's --cpu-offload needs two GPUs or more: it fails on a CPU, and on one GPU it"
-            " resumes with wrong values; use --fsdp-version 2"
-        )
+    common.check(
+        not args.cpu_offload or (world.size > 1 and world.device.type != "cpu"),
+        "FSDP1's --cpu-offload needs two GPUs or more: it fails on a CPU, and on one GPU it resumes"
+        " with wrong values; use --fsdp-version 2",
+    )
     mesh = init_device_mesh(world.device.type, (world.size,))
     layers = prepare_layers(args, model)
 
@@ -164,37 +224,33 @@ def shard_with_fsdp1(args, world, model) -> nn.Module:
         auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers}),
         sharding_strategy=ShardingStrategy[args.sharding_strategy],
         mixed_precision=MixedPrecision(
-            param_dtype,
-            reduce_dtype,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
             buffer_dtype=torch.float32,
             cast_forward_inputs=True,
         ),
         backward_prefetch=PREFETCH[args.backward_prefetch],
         cpu_offload=CPUOffload(args.cpu_offload),
         device_id=world.device,
-        use_orig_params=True,  # keep the parameters visible; --compile needs it
+        # parameters() returns the original ones, views of the flat one. --compile needs it.
+        use_orig_params=True,
         device_mesh=mesh,  # so that checkpoints hold DTensors, as with FSDP2
     )
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers, which become units: transformers never splits these over devices."""
-    names = model._no_split_modules
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
-    """Apply --compile and --activation-checkpointing to the layers, before sharding. Return the
-    units."""
-    layers = layers_of(model)
+    """Apply --compile and --activation-checkpointing to the T5Blocks, before sharding. Return them:
+    each will be a unit."""
+    names = model._no_split_modules  # transformers' names of the classes of layers
+    layers = [module for module in model.modules() if type(module).__name__ in names]
     if args.compile:
         # The limit is for all T5Blocks together. Encoder and decoder have different graphs, and so
         # have training and validation.
         torch._dynamo.config.recompile_limit = 32
         for layer in layers:
-            # In place. It compiles `forward`, so FSDP's hooks stay outside the graphs. Do not pass
-            # dynamic=True: it makes symbols of constants such as the number of position buckets,
-            # and Inductor fails.
+            # In place. FSDP's hooks stay outside the graphs: they are marked for the compiler. Do
+            # not pass dynamic=True: it makes symbols of constants such as the number of position
+            # buckets, and Inductor fails.
             layer.compile()
         cross_entropy.compile()  # then it makes no fp32 copy of the logits
 
@@ -205,14 +261,23 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def build(args, world, full_model, meta_model):
-    """Collective. Return the sharded model and its optimizer, which must get the shards."""
+def build(args, world, config) -> tuple:
+    """Collective. Return the sharded model, a copy without memory for `common.export`, and the
+    optimizer."""
+    full_model = None
+    meta_model = None
+    # FSDP2 copies rank 0's weights into all shards. FSDP1 needs the weights on every rank.
+    if world.rank == 0 or args.fsdp_version == 1:
+        full_model = load_model(args, config)  # on the CPU
+        meta_model = common.meta_copy(full_model)
+    meta_model = common.from_rank0(meta_model)
+
     if args.fsdp_version == 2:
         model = shard_with_fsdp2(args, world, full_model, meta_model)
     else:
         model = shard_with_fsdp1(args, world, full_model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=args.lr, fused=True)
+    # After sharding: the optimizer must get the shards.
+    return model, meta_model, torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
 
 
 def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,15 +302,15 @@ def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torc
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by the number of
         # targets on all ranks: the gradient of the mean over the global batch, as in one process.
-        # Every backward reduces gradients to shards. The tutorial's no_sync would keep those of the
-        # whole model on every rank.
+        # Every backward reduces gradients to shards. The multi-node page's no_sync would keep those
+        # of the whole model on every rank.
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
     if args.fsdp_version == 2:
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     else:
-        grad_norm = model.clip_grad_norm_(1.0)  # nn.utils would see only this rank's shards
+        grad_norm = model.clip_grad_norm_(1.0)  # nn.utils would see this rank's shards only
     optimizer.step()
 
     num_tokens = num_targets + batch["attention_mask"].sum()
@@ -305,20 +370,33 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
 
 # ---- Model and data ----------------------------------------------------------------------------
 
-ROUGE = ("rouge1", "rouge2", "rougeL")
-NUM_SCORED = 100  # articles whose summaries are generated and scored
 
-# Words of any script, or single characters of scripts without spaces between words
-NO_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
-WORDS = rf"(?V1)[[\p{{L}}\p{{M}}\p{{N}}]--[{NO_SPACES}]]+|[{NO_SPACES}]"
+def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
+    """Return the config and the tokenizer of --model. Those of `builtin` are made here."""
+    if args.model != "builtin":
+        config = AutoConfig.from_pretrained(args.model, attn_implementation="sdpa")
+        common.check(
+            config.model_type in ("t5", "mt5", "umt5"),
+            f"--model {args.model} is not a T5; see docs/your-model-and-data.md for others",
+        )
+        return config, AutoTokenizer.from_pretrained(checkpoint or args.model)
 
-
-class RougeTokenizer(PorterStemmer):
-    """Replaces the tokenizer of rouge_score, which keeps only a to z. It stems alike."""
-
-    def tokenize(self, text):
-        words = regex.findall(WORDS, text.lower())
-        return [self.stem(word) if len(word) > 3 else word for word in words]
+    if checkpoint:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    else:
+        first = articles[:4000]
+        texts = first["text"] + first["summary"]
+        tokenizer = common.train_tokenizer(texts, vocab_size=4096, append_eos=True)
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=128,
+        d_kv=16,
+        d_ff=256,
+        num_layers=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return config, tokenizer
 
 
 def load_model(args, config) -> nn.Module:
@@ -326,49 +404,7 @@ def load_model(args, config) -> nn.Module:
     torch.manual_seed(args.seed)
     if args.model == "builtin":
         return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
-    model = common.load_pretrained(AutoModelForSeq2SeqLM, args.model, config)
-    model.generation_config.decoder_start_token_id = config.decoder_start_token_id
-    return model
-
-
-def make_meta_model(config) -> nn.Module:
-    """Return the model on the meta device, where tensors have shapes but no memory."""
-    with torch.device("meta"):
-        return AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
-
-
-def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
-    """Return the config and the tokenizer of --model. Those of `builtin` are made here."""
-    if args.model == "builtin":
-        if checkpoint:
-            tokenizer = common.load_tokenizer(checkpoint)
-        else:
-            first = articles[:4000]
-            texts = first["text"] + first["summary"]
-            tokenizer = common.train_tokenizer(texts, vocab_size=4096, append_eos=True)
-        config = T5Config(
-            vocab_size=len(tokenizer),
-            d_model=128,
-            d_kv=16,
-            d_ff=256,
-            num_layers=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-        return config, tokenizer
-
-    config = common.load_config(args.model, "sdpa")
-    if config.model_type not in ("t5", "mt5", "umt5"):
-        raise common.UserError(
-            f"--model {args.model} is not a T5; see docs/your-model-and-data.md for other models"
-        )
-    # A T5Config of one's own does not say that its decoder starts with the padding token.
-    if getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id
-    tokenizer = common.load_tokenizer(checkpoint or args.model)
-    tokenizer.padding_side = "right"
-    tokenizer.truncation_side = "right"
-    return config, tokenizer
+    return common.load_pretrained(AutoModelForSeq2SeqLM, args.model, config)
 
 
 def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> dict:
@@ -377,24 +413,16 @@ def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> d
     options = {"truncation": True, "split_special_tokens": True}  # "</s>" in a text is not an EOS
     sources = tokenizer(texts, max_length=source_length, **options)
     targets = tokenizer(text_target=rows["summary"], max_length=target_length, **options)
-    for ids in targets["input_ids"]:
-        if ids[-1:] != [tokenizer.eos_token_id]:  # some tokenizers do not add it
-            ids.append(tokenizer.eos_token_id)
     return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
 
 
 def load_data(args, checkpoint) -> tuple:
     """Return the config and tokenizer of the model, tokenized articles to train on and to validate
-    on, and a hash that identifies the dataset."""
+    on, and a checksum of the dataset."""
     train_set, validation_set = common.load_articles(
-        args.dataset,
-        args.text_column,
-        args.summary_column,
-        args.max_summary_share,
-        args.output_dir,
+        args.dataset, args.text_column, args.summary_column, args.max_summary_share
     )
-    hashes = train_set["content_hash"][:] + validation_set["content_hash"][:]
-    content = zlib.crc32(str(hashes).encode())
+    checksum = common.checksum(train_set["content_hash"][:], validation_set["content_hash"][:])
     train_set = train_set.take(args.num_train_samples or len(train_set))
     validation_set = validation_set.take(args.num_validation_samples or len(validation_set))
 
@@ -404,24 +432,18 @@ def load_data(args, checkpoint) -> tuple:
         "source_length": args.max_source_length,
         "target_length": args.max_target_length,
     }
-    train_set, validation_set = (
-        articles.map(tokenize, batched=True, fn_kwargs=options)
-        for articles in (train_set, validation_set)
-    )
-    targets = train_set["labels"][:]
-    num_tokens = sum(len(ids) - 1 for ids in targets)  # without EOS, which can also mean unknown
-    unknown = sum(ids[:-1].count(tokenizer.unk_token_id) for ids in targets) / max(1, num_tokens)
-    num_cut = sum(len(ids) >= args.max_target_length for ids in targets)
-    # In an unknown script, each word is one unknown token, and the space before it is a known one.
-    if unknown > 0.2:
-        raise common.UserError(
-            f"{unknown:.0%} of the tokens in the summaries are unknown to the tokenizer of --model"
-            f" {args.model}; choose a model for their language, such as google/mt5-small"
-        )
+    train_set = train_set.map(tokenize, batched=True, fn_kwargs=options)
+    validation_set = validation_set.map(tokenize, batched=True, fn_kwargs=options)
     if dist.get_rank() == 0:
-        cut = f"{num_cut:,} of {len(targets):,} reach --max-target-length and may be cut"
-        print(f"targets  {unknown:.1%} unknown tokens; {cut}", flush=True)
-    return config, tokenizer, train_set, validation_set, content
+        targets = train_set["labels"][:]
+        num_cut = sum(len(ids) >= args.max_target_length for ids in targets)
+        num_unknown = sum(tokenizer.unk_token_id in ids[:-1] for ids in targets)
+        print(
+            f"targets  of {len(targets):,}, {num_unknown:,} have unknown tokens, and {num_cut:,}"
+            " reach --max-target-length and may be cut",
+            flush=True,
+        )
+    return config, tokenizer, train_set, validation_set, checksum
 
 
 def batches_on_device(args, world, articles, collate, step: int):
@@ -440,6 +462,7 @@ def batches_on_device(args, world, articles, collate, step: int):
         sampler = LengthGroupedSampler(batch_size, lengths=lengths_of_chosen, generator=generator)
         batches = chosen[list(sampler)].view(-1, batch_size).tolist()
         random.Random(epoch).shuffle(batches)  # the sampler sorts them from long to short
+        # Each rank takes its own part. Together, the parts are always the whole batch.
         mine = [batch[world.rank :: world.size] for batch in batches[done:]]
         yield from load_batches(articles, mine, collate, world)
         epoch += 1
@@ -459,7 +482,11 @@ def load_batches(articles, batches: list[list[int]], collate, world):
         **workers,
     )
     for arrays in loader:
-        yield common.to_device(arrays, world.device)
+        yield {name: common.to_device(array, world.device) for name, array in arrays.items()}
+
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+NUM_SCORED = 100  # articles whose summaries are generated and scored
 
 
 @torch.no_grad()
@@ -473,7 +500,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
     indices = [(part % len(articles)).tolist() for part in parts]
     batches = load_batches(articles, indices, collate, world)
     num_scored = min(NUM_SCORED, len(articles))
-    scorer = RougeScorer(ROUGE, tokenizer=RougeTokenizer())
+    scorer = RougeScorer(ROUGE, use_stemmer=True)  # for English: it keeps only a to z and digits
 
     model.eval()
     totals = torch.zeros(2, device=world.device)  # summed loss, target tokens
@@ -483,7 +510,8 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
         batch["labels"][part >= len(articles)] = -100
         totals[0] += summed_loss(model, batch)
         totals[1] += (batch["labels"] != -100).sum()
-        # All generate, or none: every rank compares rank 0's first index.
+        # Generating is a collective: all ranks generate, or none. So every rank looks at the first
+        # index of rank 0.
         if part[0] - world.rank >= num_scored:
             continue
 
@@ -511,116 +539,11 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
 
 # ---- Main --------------------------------------------------------------------------------------
 
-# --resume requires these flags to be the same. Together with the dataset, they choose the articles
-# of a step.
-MUST_MATCH = (
-    "model num_train_samples num_validation_samples max_source_length max_target_length"
-    " global_batch_size seed"
-).split()
-
 
 def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
-    """Return --lr, multiplied by --gamma after each epoch. `epoch` counts from 0. For schedules by
-    steps: `step` counts from 1 to `num_steps`."""
+    """Return --lr, multiplied by --gamma after each epoch. Replace this to change the schedule:
+    `step` counts from 1 to `num_steps`, `epoch` from 0."""
     return args.lr * args.gamma**epoch
-
-
-def parse_args():
-    parser = common.make_parser(__doc__)
-    at_least_0 = common.at_least(0)
-    at_least_1 = common.at_least(1)
-    at_least_0_float = common.at_least(0, float)
-
-    add = parser.add_argument_group("data and model").add_argument
-    add("--model", default="builtin", help="builtin, or any T5: Hub name or folder")
-    add(
-        "--dataset",
-        default="builtin",
-        help="builtin; files (.csv, .tsv, .json, .jsonl, .parquet, also compressed); folder; URL;"
-        " Hub name",
-    )
-    add("--text-column", default="text", help="column with the articles")
-    add("--summary-column", default="headline", help="column with their summaries")
-    add("--num-train-samples", default=8000, type=at_least_0, help="articles, at most; 0: all")
-    add("--num-validation-samples", default=300, type=at_least_0, help="articles, at most; 0: all")
-    add(
-        "--max-summary-share",
-        default=0.75,
-        type=at_least_0_float,
-        help="leave out articles with a summary longer than this share of the text",
-    )
-    add("--max-source-length", default=512, type=at_least_1, help="tokens of an article, at most")
-    add("--max-target-length", default=150, type=at_least_1, help="tokens of a summary, at most")
-
-    add = parser.add_argument_group("training").add_argument
-    add("--epochs", default=3, type=at_least_1, help="passes over the articles")
-    add(
-        "--max-steps",
-        default=0,
-        type=at_least_0,
-        help="optimizer steps instead of --epochs, if not 0",
-    )
-    add(
-        "--global-batch-size",
-        default=0,
-        type=at_least_0,
-        help="articles in a step, over all GPUs; 0: 32, or the next multiple of the processes",
-    )
-    add(
-        "--micro-batch-size", default=16, type=at_least_1, help="articles on a GPU at once, at most"
-    )
-    add("--test-batch-size", default=50, type=at_least_1, help="articles at once in validation")
-    add("--lr", default=1e-3, type=at_least_0_float, help="learning rate of AdamW")
-    add(
-        "--gamma",
-        default=0.8,
-        type=at_least_0_float,
-        help="factor on the learning rate after each epoch",
-    )
-
-    add = parser.add_argument_group("FSDP").add_argument
-    switch = {"action": "store_true"}
-    add(
-        "--fsdp-version",
-        default=2,
-        type=int,
-        choices=(1, 2),
-        help="2: fully_shard; 1: FullyShardedDataParallel (deprecated)",
-    )
-    add("--sharding-strategy", default="FULL_SHARD", choices=RESHARD, help="ZeRO-3 or ZeRO-2")
-    add(
-        "--precision",
-        default="auto",
-        choices=("auto", *PRECISIONS),
-        help="auto: bf16 if the GPU supports it, else fp32",
-    )
-    add(
-        "--backward-prefetch",
-        default="pre",
-        choices=PREFETCH,
-        help="gather the next unit before a unit's backward, after it (FSDP1 only), or when needed",
-    )
-    add("--cpu-offload", **switch, help="keep shards on the CPU: least memory, slow")
-    add("--activation-checkpointing", **switch, help="recompute each T5Block: less memory, slower")
-    add("--compile", **switch, help="torch.compile T5Blocks and loss: faster after a slow start")
-
-    group = parser.add_argument_group("processes and output")
-    common.add_run_flags(group)
-    common.add_checkpoint_flags(group)
-    add = group.add_argument
-    optional = argparse.BooleanOptionalAction
-    add("--print-model", **switch, help="print the sharded model with its units")
-    add(
-        "--run-validation",
-        default=True,
-        action=optional,
-        help="loss and ROUGE, before training and after each epoch",
-    )
-
-    args = parser.parse_args()
-    if args.fsdp_version == 2 and args.backward_prefetch == "post":
-        parser.error("--backward-prefetch post needs --fsdp-version 1: FSDP2 has pre and none")
-    return args
 
 
 def main(args, world):
@@ -628,41 +551,36 @@ def main(args, world):
     best_folder = args.output_dir / "best"
     args.precision = common.choose_precision(args.precision, world.device)
     common.divide_batch(args, world, default=32)
-    checkpoint = common.find_checkpoint(args, MUST_MATCH, best_folder)
+    checkpoint = common.find_checkpoint(args, best_folder)
 
     # Data
-    config, tokenizer, train_set, validation_set, content = common.first_on_node(
+    config, tokenizer, train_set, validation_set, checksum = common.first_on_node(
         world, lambda: load_data(args, checkpoint)
     )
-    checksum = common.check_data(content, config, checkpoint)
+    must_match = common.check_same(args, MUST_MATCH, checksum, config, checkpoint)
     dtype = config.dtype  # of the saved model; building the model sets it to fp32
     # It pads labels with -100. For "np", see common.WORKER_OPTIONS.
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8, return_tensors="np")
     steps_per_epoch = len(train_set) // args.global_batch_size
-    if steps_per_epoch == 0:
-        raise common.UserError(
-            f"{len(train_set)} articles are fewer than --global-batch-size {args.global_batch_size}"
-        )
+    common.check(
+        steps_per_epoch > 0,
+        f"{len(train_set)} articles are fewer than --global-batch-size {args.global_batch_size}",
+    )
     log.print(
         f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate on;"
         f" {steps_per_epoch:,} steps of {args.global_batch_size} an epoch"
     )
 
     # Model
-    full_model = None
-    if world.rank == 0 or args.fsdp_version == 1:
-        full_model = load_model(args, config)  # on the CPU
-    meta_model = make_meta_model(config)
-    common.untie(meta_model, full_model, world)  # where the checkpoint holds two tensors
+    model, meta_model, optimizer = build(args, world, config)
     log.print(f"model    {args.model}, {common.describe_state(meta_model, world.size)}")
     log.print(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
-    model, optimizer = build(args, world, full_model, meta_model)
-    del full_model
     if args.print_model:
         log.print(str(model))
 
     def validate_and_export(step: int, best_loss: float) -> float:
-        """Validate, and save the model if it is the best so far. Return the lowest loss."""
+        """Validate, and save the model if it is the best so far. Return the lowest loss. Without
+        validation the latest model counts as the best."""
         val_loss = math.inf
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
@@ -672,7 +590,7 @@ def main(args, world):
             log.print(f"saved    the model to {best_folder} (replaces any earlier one)")
         return best_loss
 
-    # Where the last run stopped
+    # Where the run stands: the steps done, and the lowest validation loss
     step = 0
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     best_loss = math.inf
@@ -714,29 +632,32 @@ def main(args, world):
             save_now = stop_now or epoch_ends or step % args.checkpoint_every == 0
         if save_now or epoch_ends or step % args.log_every == 0:
             loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
-            record = {  # printed as common.FORMATS says
-                "step": step,
-                "epoch": epoch + 1,
-                "loss": loss_sum / num_targets,
-                "grad_norm": grad_norm.item(),
-                "lr": lr,
-                "tokens/s": num_tokens / (time.perf_counter() - start),
-                "peak_gib": common.peak_gib(world.device),
-            }
-            log.metrics(record)
+            speed = num_tokens / (time.perf_counter() - start)
+            log.metrics(
+                {
+                    "step": step,
+                    "epoch": epoch + 1,
+                    "loss": loss_sum / num_targets,
+                    "grad_norm": grad_norm.item(),
+                    "lr": lr,
+                    "tokens/s": speed,
+                    "per_gpu": speed / world.size,
+                    "peak_gib": common.peak_gib(world.device),
+                }
+            )
             common.reset_peak(world.device)
             totals.zero_()
 
             if save_now:
-                # Save first: if validation or export fails, --resume repeats only these.
+                # Before validation and export: if they fail, --resume repeats only them.
                 progress = {
                     "step": step,
                     "epoch_ends": epoch_ends,
                     "best_loss": best_loss,
-                    "checksum": checksum,
+                    "must_match": must_match,
                 }
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
-            if stop_now:
+            if stop_now:  # without the validation that may be due
                 log.print(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
             if epoch_ends:
@@ -744,9 +665,9 @@ def main(args, world):
             start = time.perf_counter()  # do not count validation and saving
 
     log.print(f"metrics  {log.path}, run {log.run}")
-    is_saved = args.save_model and best_folder.exists()
-    log.print(f"model    {best_folder if is_saved else 'not saved'}")
+    if args.save_model:
+        log.print(f"model    {best_folder}")
 
 
 if __name__ == "__main__":
-    common.run(main, parse_args())
+    common.run(main, common.parse_args(Args, __doc__))

@@ -32,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
 
 import forked
+from shared import torchrun
 
 from inside import MODULES, builtin_article, draw_digits, train_tokenizer
 
@@ -81,7 +82,7 @@ def run_many(
 ):
     """Run a script once for each list of arguments, in one launch. Returns the finished process, output as text.
 
-    `settings`: the lists, or {output folder: arguments}. `processes`: torchrun's; None: plain `python`.
+    `settings`: the lists, or {output folder: arguments}. `processes`: torchrun's; None: plain `python`, one process.
     `fork`: fork the processes from one that has already done the imports (never on a GPU). `per_node`: see forked.py.
     `change`: the name of a change in inside.py, and its arguments.
     """
@@ -101,9 +102,7 @@ def run_many(
     if fork:
         finished = forked.launch(script, settings, processes, environment, timeout, change, per_node)
     else:
-        # --standalone takes a free port. By default all launches would share one.
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-        command = torchrun if processes else [sys.executable]
+        command = torchrun(processes) if processes else [sys.executable]
         if len(settings) == 1 and not change:
             command += [script, *settings[0]]
         else:
@@ -117,10 +116,11 @@ def run_many(
 
 
 @contextlib.contextmanager
-def started(script, *flags, stderr=subprocess.PIPE, start=()):
+def started(script, *flags, processes=None, stderr=subprocess.PIPE, start=()):
     """Start a command in its own session, as a terminal does; its output can be read while it runs. The command ends
     with the block, or after 300 seconds, so no reader of its output hangs. `start`: a command that starts it."""
-    command = [*start, sys.executable, str(ROOT / script), *map(str, flags), "--device", "cpu"]
+    python = torchrun(processes) if processes else [sys.executable]
+    command = [*start, *python, str(ROOT / script), *map(str, flags), "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
     with subprocess.Popen(command, **pipes, start_new_session=True) as running:
         timer = threading.Timer(300, end_group, [running])

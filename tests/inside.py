@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import datasets
 import numpy
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import common
@@ -67,7 +68,7 @@ def main(args, world):
         raise ZeroDivisionError("a bug")
     common.dist.barrier()
 
-args = argparse.Namespace(device="cpu", num_processes=2, fate=sys.argv[1])
+args = argparse.Namespace(device="cpu", fate=sys.argv[1])
 common.run(main, args)
 """
 
@@ -77,16 +78,11 @@ def world_of(rank=0, size=1):
 
 
 def parse(script, *flags):
-    """What the script's main gets as `args`. Raises UserError where the script would exit, which would end pytest."""
+    """What the script's main gets as `args`. Raises UserError where common.py refuses a number, and SystemExit where
+    tyro refuses a flag."""
     argv = mock.patch.object(sys, "argv", [script, *map(str, flags)])
     with argv, mock.patch.object(common, "fail", side_effect=UserError):
-        return MODULES[script].parse_args()
-
-
-def check_settings(script, args):
-    """Raises UserError if a run with these args cannot resume from its output folder."""
-    with mock.patch.object(common, "from_rank0", side_effect=lambda value: value):
-        assert common.find_checkpoint(args, MODULES[script].MUST_MATCH, args.output_dir / "model")
+        return common.parse_args(MODULES[script].Args, "")
 
 
 # ---- mnist_fsdp.py and its twin --------------------------------------------------------------------------------------
@@ -101,18 +97,7 @@ t5_tokenize = t5_fsdp.tokenize
 def t5_articles(path, text="text", summary="headline"):
     """Two datasets of texts and summaries, for training and validation, as one process loads them."""
     with mock.patch("torch.distributed.get_rank", return_value=0):
-        return common.load_articles(str(path), text, summary, 0.75, Path("output"))
-
-
-def edited_reader(file):
-    """A context in which a user has edited the reader of CSV in common.py, whose text is now `file`."""
-    read_csv = common.read_csv
-
-    def read_edited(*arguments):
-        for row in read_csv(*arguments):
-            yield {name: f"{value} edited" for name, value in row.items()}
-
-    return mock.patch.multiple(common, read_csv=read_edited, __file__=file)
+        return common.load_articles(str(path), text, summary, 0.75)
 
 
 def t5_lengths_of_steps(lengths, batch_size, steps, rank, size):
@@ -129,95 +114,79 @@ def t5_lengths_of_steps(lengths, batch_size, steps, rank, size):
     return [length for batch in itertools.islice(batches, steps) for length in batch["lengths"].tolist()]
 
 
-def rouge(reference, summary):
-    """The F-measures of ROUGE-1, ROUGE-2 and ROUGE-L."""
-    scorer = t5_fsdp.RougeScorer(t5_fsdp.ROUGE, tokenizer=t5_fsdp.RougeTokenizer())
-    return [score.fmeasure for score in scorer.score(reference, summary).values()]
-
-
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
 LM_STRATEGIES = tuple(lm_multinode.RESHARD)
 LM_MODELS = tuple(lm_multinode.MODELS)
 lm_is_held_out = lm_multinode.is_held_out
 
 
-def lm_shape(name, vocabulary, shape=None):
-    """The model of a built-in --model shape, on the meta device. `shape`: another row for it in the table."""
-    tokenizer = mock.MagicMock(eos_token_id=1, get_vocab=lambda: {"last": vocabulary - 1})
-    with mock.patch.dict(lm_multinode.MODELS, {name: shape or lm_multinode.MODELS[name]}):
-        config = lm_multinode.load_config(parse("lm_multinode.py", "--model", name), tokenizer)
-    return lm_multinode.make_meta_model(config)
-
-
-def lm_trained_tokenizer(args):
-    """The tokenizer that a run trains on its texts."""
-    return lm_multinode.load_data(args, None)[2]
+def lm_shape(name, vocabulary):
+    """The model of a row of MODELS, on the meta device."""
+    tokenizer = mock.MagicMock(eos_token_id=1, __len__=lambda _: vocabulary)
+    return on_meta(lm_multinode.load_config(parse("lm_multinode.py", "--model", name), tokenizer))
 
 
 def lm_model(args):
     """The model of a pretrained --model, on the meta device."""
-    tokenizer = common.load_tokenizer(args.model)
-    return lm_multinode.make_meta_model(lm_multinode.load_config(args, tokenizer))
+    return on_meta(lm_multinode.load_config(args, None))
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def lm_trained_tokenizer(args):
+    """The tokenizer that a run trains on its texts."""
+    return lm_multinode.load_data(args, None)[0]
 
 
 def lm_mesh_shape(args, size, per_node):
     """The number of replicas, and of shards in each. Raises UserError if the processes cannot form them."""
-    return lm_multinode.mesh_shape(args, world_of(size=size)._replace(local_size=per_node))
-
-
-def lm_data(args, tokenizer, script=lm_multinode):
-    """The texts of the dataset, and the sequences for validation, as one process loads them."""
-    args = copy.copy(args)
-    args.tokenizer = "given"
-    with mock.patch.object(script.common, "load_tokenizer", return_value=tokenizer):
-        texts, validation_set, _ = script.load_data(args, None)
-    return texts, validation_set
+    return lm_multinode.mesh_shape(args, world_of(size=size)._replace(local_world_size=per_node))
 
 
 def lm_all_texts(args):
     """All texts of the dataset, sorted."""
-    texts = lm_multinode.Texts(args)
-    return sorted(texts.read(texts.paths))
+    return sorted(row[args.text_column] for row in lm_multinode.open_texts(args))
 
 
-def lm_first_texts(args):
+def lm_sample_texts(args):
     """The texts that a tokenizer learns from, and the texts for validation."""
-    return lm_multinode.first_texts(args, lm_multinode.Texts(args))
+    return lm_multinode.sample_texts(args)
 
 
-def lm_stream(args, tokenizer, index, num_streams):
-    """A function that opens a stream of sequences. Streams have `state_dict` and `load_state_dict`."""
-    texts, _ = lm_data(args, tokenizer)
-    return functools.partial(lm_multinode.make_stream, args, texts, tokenizer, index, num_streams)
+def lm_stream(args, tokenizer, index, num_streams, position=None):
+    """Yield the sequences of a stream, and its position after each."""
+    return lm_multinode.read_stream(args, tokenizer, index, num_streams, position or {})
 
 
 def lm_held_out(args, tokenizer, script=lm_multinode):
-    """The held-out texts, packed into full sequences: an array of input_ids, and one of labels."""
-    _, validation_set = lm_data(args, tokenizer, script)
-    return {name: rows.numpy() for name, rows in validation_set.items()}
+    """The held-out texts, cut into sequences: an array of input_ids, and one of labels."""
+    args = copy.copy(args)
+    args.tokenizer = "given"
+    with mock.patch.object(script.AutoTokenizer, "from_pretrained", return_value=tokenizer):
+        _, sequences, _ = script.load_data(args, None)
+    return as_batch(sequences.numpy())
 
 
-def lm_packed(texts, args, tokenizer, script=lm_multinode):
-    """The sequences into which a block of texts is packed."""
-    return script.pack(script.tokenize(texts, tokenizer), args.seq_length)
+def as_batch(sequences):
+    return {"input_ids": sequences[:, :-1], "labels": sequences[:, 1:]}
 
 
 def lm_steps(args, tokenizer, script=lm_multinode, size=1):
     """Yield each step without a worker process: a list of the streams' sequences as arrays, ordered by rank."""
-    texts, _ = lm_data(args, tokenizer, script)
-    ranks = [script.StepBatches(args, world_of(rank, size), texts, tokenizer, None) for rank in range(size)]
+    ranks = [script.StepBatches(args, world_of(rank, size), tokenizer, None) for rank in range(size)]
     for parts in zip(*ranks, strict=True):
         streams = []
-        for sequences, _ in parts:
-            for first in range(0, len(sequences["labels"]), ranks[0].num_sequences):
-                rows = slice(first, first + ranks[0].num_sequences)
-                streams.append({name: array[rows] for name, array in sequences.items()})
+        for sequences, positions in parts:
+            streams += map(as_batch, numpy.split(sequences, len(positions)))
         yield streams
 
 
 def lm_loader(args, tokenizer):
     """The steps of one process, as tensors and positions, from the loader and its worker process."""
-    return lm_multinode.batches_on_device(args, world_of(), lm_data(args, tokenizer)[0], tokenizer, None)
+    return lm_multinode.batches_on_device(args, world_of(), tokenizer, None)
 
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
@@ -226,17 +195,14 @@ lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
 
 def set_up(args):
     """Set up the process group and the device, as `run` does before main, and the precision, as main does."""
-    world = common.setup(common.find_device_type(args.device))
+    world = common.setup(args.device)
     args.precision = common.choose_precision(args.precision, world.device)
     return world
 
 
 def lm_trainer(args, world, config, steps):
-    """The model, and a function that trains on the next of `steps`: this rank's micro-batches, and positions."""
-    full_model = lm_multinode.load_model(args, config) if world.rank == 0 else None
-    meta_model = lm_multinode.make_meta_model(config)
-    common.untie(meta_model, full_model, world)
-    model, optimizer = lm_multinode.build(args, world, full_model, meta_model)
+    """The model, and a function that trains on the next of `steps`: this rank's sequences, and positions."""
+    model, _, optimizer = lm_multinode.build(args, world, config)
     return model, lambda: lm_multinode.train_step(args, world, model, optimizer, next(steps)[0])
 
 
@@ -256,11 +222,7 @@ def start_changed(path, change, *arguments):
     del sys.modules["common"]  # a user's copy of a script imports the common.py next to it
     script = load_module(path)
     globals()[change](script, *arguments)
-    args = script.parse_args()
-    if getattr(args, "mode", "") is None:
-        script.compare_both_halves(args)
-    else:
-        script.common.run(script.main, args)
+    script.common.run(script.main, script.common.parse_args(script.Args, ""))
 
 
 def no_dropout(script):
@@ -286,9 +248,8 @@ def read_other_data(script):
     load_data = script.load_data
 
     def load_and_change(args, checkpoint):
-        texts, *others = load_data(args, checkpoint)
-        texts.checksum += dist.get_rank()
-        return texts, *others
+        *others, checksum = load_data(args, checkpoint)
+        return *others, checksum + dist.get_rank()
 
     script.load_data = load_and_change
 
@@ -316,13 +277,13 @@ def stop_group(script, name, worker_start):
     script.common.WORKER_OPTIONS["multiprocessing_context"] = worker_start
     summed_loss = script.summed_loss
     losses = itertools.count(1)
-    args = script.parse_args()
+    args = script.common.parse_args(script.Args, "")
     micro_batches = args.global_batch_size // (2 * args.micro_batch_size)  # each rank's, in a step
 
-    def lose_and_stop(model, batch):
+    def lose_and_stop(*arguments):
         if torch.is_grad_enabled() and next(losses) == micro_batches + 3:
             os.killpg(0, signal.Signals[name])
-        return summed_loss(model, batch)
+        return summed_loss(*arguments)
 
     script.summed_loss = lose_and_stop
 
@@ -370,16 +331,15 @@ def infinite_loss(script, rank, micro_batch, in_training=True, only_gradient=Fal
     summed_loss = script.summed_loss
     micro_batches = itertools.count(1)
 
-    def infinite_once(model, batch):
-        result = summed_loss(model, batch)
-        loss, *others = result if isinstance(result, tuple) else [result]
+    def infinite_once(*arguments):
+        loss = summed_loss(*arguments)
         is_kind = torch.is_grad_enabled() == in_training
         if is_kind and next(micro_batches) == micro_batch and dist.get_rank() == rank:
             if only_gradient:
                 loss.register_hook(lambda gradient: gradient * float("inf"))
             else:
                 loss = loss * float("inf")
-        return (loss, *others) if others else loss
+        return loss
 
     script.summed_loss = infinite_once
 
