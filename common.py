@@ -70,9 +70,6 @@ def parse_args(kind: type, header: str):
 
 # ---- Processes and devices ---------------------------------------------------------------------
 
-# How long a process waits for others in a collective, for example while rank 0 writes a model.
-TIMEOUT = timedelta(minutes=30)
-
 
 class World(NamedTuple):
     rank: int
@@ -152,7 +149,9 @@ def setup(device_name: str) -> World:
         # TF32 on NVIDIA GPUs since Ampere: faster fp32 products, with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high")
 
-    dist.init_process_group(backend, timeout=TIMEOUT, store=store, rank=rank, world_size=size)
+    # How long a process waits for others, for example while rank 0 writes a model
+    timeout = timedelta(minutes=30)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     return World(rank, local_rank, size, local_world_size, device)
 
 
@@ -195,10 +194,9 @@ def choose_precision(name: str, device: torch.device) -> str:
     """Collective. Resolve `--precision`: auto is bf16 if rank 0's GPU supports it natively, or else
     fp32. All ranks must use the same."""
     if name == "auto":
-        name = "fp32"
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            name = "bf16" if module.is_bf16_supported(including_emulation=False) else "fp32"
+        module = torch.get_device_module(device)
+        has_bf16 = device.type != "cpu" and module.is_bf16_supported(including_emulation=False)
+        name = "bf16" if has_bf16 else "fp32"
     return from_rank0(name)
 
 
@@ -217,8 +215,14 @@ stops_received = []
 def note_stops():
     """From now on, only note stop signals. After the step, the training loop saves a checkpoint and
     ends with code 0, without validation or export. torchrun kills what still runs after 30 s."""
+
+    def note(signum, _frame):
+        stops_received.append(signum)
+        if "RANK" not in os.environ:  # without torchrun, a second Ctrl-C quits
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
     for signum in STOPS:
-        signal.signal(signum, lambda signum, _frame: stops_received.append(signum))
+        signal.signal(signum, note)
 
 
 def ask_for_stops():
@@ -228,14 +232,14 @@ def ask_for_stops():
     count = torch.tensor(len(stops_received))  # on the CPU: no device has to wait
     work = dist.all_reduce(count, async_op=True)
 
-    def any_rank_stops() -> bool:
+    def any_rank_stops():
         work.wait()
         return count.item() > 0
 
     return any_rank_stops
 
 
-def protect_worker(_worker: int):
+def protect_worker(_worker):
     """Make a DataLoader worker ignore stop signals, because the current step still needs it. It
     ends together with the training process."""
     for signum in STOPS:
@@ -307,9 +311,8 @@ def peak_gib(device: torch.device) -> float:
     """Peak memory since `reset_peak`, in GiB: of the device, or on a CPU of this process."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 2**30
-    found = None
-    if sys.platform == "linux":
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    status = Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
+    found = re.search(r"VmHWM:\s+(\d+) kB", status)
     return int(found[1]) / 2**20 if found else math.nan
 
 
@@ -340,8 +343,8 @@ class Log:
         """Append a record to the file. Raises UserError if a loss or a gradient is not finite, so
         call it on every rank, and before saving."""
         for name in ("loss", "val_loss", "grad_norm"):
-            if not math.isfinite(record.get(name, 0)):
-                raise UserError(f"{name} is not finite; start again with a lower --lr")
+            is_finite = math.isfinite(record.get(name, 0))
+            check(is_finite, f"{name} is not finite; start again with a lower --lr")
         if self.is_rank0:
             record = {"run": self.run, "seconds": round(time.time() - self.start, 3), **record}
             with self.path.open("a") as file:
@@ -401,9 +404,12 @@ def check_same(args, names, dataset: int, config, checkpoint: Path | None) -> di
     # An update of transformers changes its version in the config.
     must_match["config"] = checksum(config.to_diff_dict() | {"transformers_version": None})
 
-    expected = read_progress(checkpoint)["must_match"] if checkpoint else from_rank0(must_match)
-    changed = [name for name, value in must_match.items() if value != expected.get(name)]
-    check(not changed, f"{', '.join(changed)}: not the same as in {checkpoint or 'rank 0'}")
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, must_match)
+    expected = read_progress(checkpoint)["must_match"] if checkpoint else of_ranks[0]
+    for values in of_ranks:  # of all, so that every rank raises the same error
+        changed = [name for name in values if values[name] != expected.get(name)]
+        check(not changed, f"{', '.join(changed)}: not the same as in {checkpoint or 'rank 0'}")
     return must_match
 
 
@@ -529,27 +535,22 @@ def train_tokenizer(texts, vocab_size: int, append_eos: bool):
 
 # ---- Data --------------------------------------------------------------------------------------
 
-READERS = {  # of `datasets`, for each kind of file
-    "csv": "csv",
-    "tsv": "csv",
-    "json": "json",
-    "jsonl": "json",
-    "parquet": "parquet",
-    "txt": "text",
-}
-
 
 def open_dataset(name: str):
     """Return the builder of `datasets` for a file, a glob, a URL, a folder or a Hub dataset (NAME
     or NAME:CONFIG)."""
     import datasets  # a slow import that the MNIST scripts do not need
 
-    kind = re.search(r"\.(\w+)(\.(gz|bz2|xz|zst))?$", name.partition("?")[0].lower())
-    if not kind or kind[1] not in READERS:
-        return datasets.load_dataset_builder(*name.split(":"))
-    builder = datasets.load_dataset_builder(READERS[kind[1]], data_files=name)
+    ending = re.search(r"\.(csv|tsv|jsonl?|parquet|txt)(\.(gz|bz2|xz|zst))?(\?.*)?$", name.lower())
+    if ending:
+        reader = {"tsv": "csv", "jsonl": "json", "txt": "text"}.get(ending[1], ending[1])
+        builder = datasets.load_dataset_builder(reader, data_files=name)
+    else:
+        builder = datasets.load_dataset_builder(*name.split(":"))
     if builder.name == "text":
         builder.config.sample_by = "paragraph"  # empty lines separate texts
+    if builder.name == "json":
+        builder.config.on_mixed_types = None  # otherwise one number turns all texts into JSON
     return builder
 
 

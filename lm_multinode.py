@@ -389,14 +389,13 @@ def open_texts(args) -> datasets.IterableDataset:
         builder = common.open_dataset("allenai/c4:en" if args.dataset == "c4" else args.dataset)
         random.Random(args.seed).shuffle(builder.config.data_files["train"])
         rows = builder.as_streaming_dataset(split="train")
-        # Files may differ in their other columns.
-        builder.info.features = None
-        rows.info.features = None
-        rows = rows.select_columns([args.text_column])
-        next(iter(rows))
+        builder.info.features = rows.info.features = None  # files may have other columns, too
+        columns = list(next(iter(rows), {}))
     except Exception as error:  # each reader raises its own kind
         raise common.UserError(f"--dataset {args.dataset}: {error.__cause__ or error}") from error
-    return rows
+    message = f"--dataset {args.dataset} has no column {args.text_column}, only {columns}"
+    common.check(args.text_column in columns, message)
+    return rows.select_columns([args.text_column])
 
 
 def is_held_out(text: str) -> bool:

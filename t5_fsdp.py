@@ -50,7 +50,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     BackwardPrefetch,
-    CPUOffload,
     CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -211,9 +210,8 @@ def shard_with_fsdp1(args, world, model) -> nn.Module:
     model: the model with its weights, on every rank's CPU. FSDP moves it unit by unit.
     """
     common.check(
-        not args.cpu_offload or (world.size > 1 and world.device.type != "cpu"),
-        "FSDP1's --cpu-offload needs two GPUs or more: it fails on a CPU, and on one GPU it resumes"
-        " with wrong values; use --fsdp-version 2",
+        not args.cpu_offload,
+        "FSDP1's --cpu-offload keeps only the last micro-batch's gradients; use --fsdp-version 2",
     )
     mesh = init_device_mesh(world.device.type, (world.size,))
     layers = prepare_layers(args, model)
@@ -230,7 +228,6 @@ def shard_with_fsdp1(args, world, model) -> nn.Module:
             cast_forward_inputs=True,
         ),
         backward_prefetch=PREFETCH[args.backward_prefetch],
-        cpu_offload=CPUOffload(args.cpu_offload),
         device_id=world.device,
         # parameters() returns the original ones, views of the flat one. --compile needs it.
         use_orig_params=True,
