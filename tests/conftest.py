@@ -116,33 +116,6 @@ def run_many(
 
 
 @contextlib.contextmanager
-def started(script, *flags, processes=None, stderr=subprocess.PIPE, start=()):
-    """Start a command in its own session, as a terminal does; its output can be read while it runs. The command ends
-    with the block, or after 300 seconds, so no reader of its output hangs. `start`: a command that starts it."""
-    python = torchrun(processes) if processes else [sys.executable]
-    command = [*start, *python, str(ROOT / script), *map(str, flags), "--device", "cpu"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
-    with subprocess.Popen(command, **pipes, start_new_session=True) as running:
-        timer = threading.Timer(300, end_group, [running])
-        timer.start()
-        try:
-            yield running
-        finally:
-            timer.cancel()
-            end_group(running)
-
-
-def end_group(running):
-    """SIGTERM comes first: torchrun's processes have their own sessions, and only torchrun ends them."""
-    if running.poll() is None:
-        os.killpg(running.pid, signal.SIGTERM)
-        try:
-            running.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
 def hub(folder):
     """Serve the files of one model. Yields the variables that make a process use this server, and its requests."""
     requests = []
@@ -236,6 +209,17 @@ def small_mnist(tmp_path_factory):
 def articles_csv(tmp_path_factory):
     """200 of the built-in articles in WikiHow's format."""
     return write_csv(tmp_path_factory.mktemp("data") / "articles.csv", [builtin_article(i) for i in range(200)])
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """200 texts of about 1,500 characters, for the LM: shorter ones would take it longer to read."""
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    with path.open("w") as file:
+        for first in range(0, 2000, 10):
+            text = " ".join(builtin_article(index)["text"] for index in range(first, first + 10))
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
 
 
 def make_tokenizer(folder):

@@ -10,12 +10,10 @@ One launch can run a script several times with different flags. On a GPU or two 
 
 import gc
 import importlib
-import itertools
 import json
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,10 +22,11 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from unittest import mock
 
+from torch.distributed import TCPStore
+
 FOLDER = Path(__file__).parent
 OURS = [*(path.stem for path in FOLDER.parent.glob("*.py")), "inside"]
 CONTEXT = multiprocessing.get_context("forkserver")
-FIRST_PORTS = itertools.cycle(range(4_000, 16_000, 100))
 
 
 def start_server():
@@ -39,28 +38,25 @@ def start_server():
         forkserver.ensure_running()
 
 
-def run_rank(script, settings, change, environment, outputs):
+def run_rank(script, settings, change, environment, ports, outputs):
     """One process: run the script as `python script` would, once for each list of arguments."""
     os.environ.clear()
     os.environ.update(environment)
     for stream, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
-    # Otherwise the script's own child processes would be forked here too. None is the platform's default.
-    multiprocessing.set_start_method(environment.get("START_METHOD"), force=True)
+    multiprocessing.set_start_method(None, force=True)  # the script's own child processes start as usual
     for name in OURS:
         sys.modules.pop(name, None)  # the server imported them only to import their libraries
-    run_settings(script, settings, change)
+    run_settings(script, settings, change, ports)
 
 
-def run_settings(script, settings, change):
+def run_settings(script, settings, change, ports):
     """Run the script in this process. `change`: a function of inside.py and its arguments. It gets the script as a
-    module before the script's main runs."""
+    module before the script's main runs. `ports`: of each setting's store."""
     gc.freeze()  # otherwise each collection would visit all imported objects, and so copy their pages
     sys.path.insert(0, str(Path(script).parent))
-    port = int(os.environ.get("MASTER_PORT", 0))
-    for index, arguments in enumerate(settings):
-        if port:
-            os.environ["MASTER_PORT"] = str(port + index)
+    for arguments, port in zip(settings, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         sys.argv = [script, *arguments]
         if change:
             inside = importlib.import_module("inside")
@@ -69,41 +65,26 @@ def run_settings(script, settings, change):
             runpy.run_path(script, run_name="__main__")
 
 
-def claim_ports(count):
-    """Find `count` free ports in a row. While the returned socket on the first one is open, other launches leave them
-    alone. Operating systems never assign these ports themselves."""
-    for first in FIRST_PORTS:
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for port, probe in enumerate(sockets, first):
-                probe.bind(("localhost", port))
-            return sockets.pop(0)
-        except OSError:  # another process has a port
-            continue
-        finally:
-            for probe in sockets:
-                probe.close()
-
-
 def launch(script, settings, processes, environment, timeout, change=(), per_node=None):
     """As conftest's `run_many`. Returns what subprocess.run would. When a rank fails, all end, and its exit code is
     returned. `per_node`: how many ranks believe that they share a node; by default all."""
+    # As under torchrun, the parent has the stores. Without ranks they are not used.
+    stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in settings]
+    ports = [store.port for store in stores]
     environments = [environment]
     if processes:
         per_node = per_node or processes
-        claim = claim_ports(len(settings) + 1)  # each setting has its own port
-        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": claim.getsockname()[1] + 1}
-        shared |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
         environments = []
         for rank in range(processes):
-            variables = shared | {"RANK": rank, "LOCAL_RANK": rank % per_node}
+            variables = {"RANK": rank, "LOCAL_RANK": rank % per_node, "MASTER_ADDR": "localhost"}
+            variables |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node, "TORCHELASTIC_USE_AGENT_STORE": True}
             environments.append(environment | {name: str(value) for name, value in variables.items()})
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         for path in outputs:
             path.touch()
         ranks = [
-            CONTEXT.Process(target=run_rank, args=(script, settings, change, environment, outputs))
+            CONTEXT.Process(target=run_rank, args=(script, settings, change, environment, ports, outputs))
             for environment in environments
         ]
         deadline = time.monotonic() + timeout
@@ -126,4 +107,6 @@ def launch(script, settings, processes, environment, timeout, change=(), per_nod
 
 
 if __name__ == "__main__":
-    run_settings(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+    script, settings, change = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    first_port = int(os.environ.get("MASTER_PORT", 0))
+    run_settings(script, settings, change, range(first_port, first_port + len(settings)))

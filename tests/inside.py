@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,31 +45,8 @@ MODULES = {
 # ---- common.py -------------------------------------------------------------------------------------------------------
 UserError = common.UserError
 builtin_article = common.builtin_article
-WORKER_OPTIONS = common.WORKER_OPTIONS
 peak_gib = common.peak_gib
 train_tokenizer = common.train_tokenizer
-
-
-# A user's own script. Both ranks report bad input, or one rank is killed or crashes while the other waits for it.
-SMALL_SCRIPT = """
-import argparse, os, signal, sys
-import common
-
-def main(args, world):
-    total = common.torch.ones(1)
-    common.dist.all_reduce(total)
-    os.write(1, f"together {int(total)}\\n".encode())
-    if args.fate == "mistake":
-        raise common.UserError("a mistake")
-    if args.fate == "killed" and world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if args.fate == f"crash {world.rank}":
-        raise ZeroDivisionError("a bug")
-    common.dist.barrier()
-
-args = argparse.Namespace(device="cpu", fate=sys.argv[1])
-common.run(main, args)
-"""
 
 
 def world_of(rank=0, size=1):
@@ -117,6 +93,8 @@ def t5_lengths_of_steps(lengths, batch_size, steps, rank, size):
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
 LM_STRATEGIES = tuple(lm_multinode.RESHARD)
 LM_MODELS = tuple(lm_multinode.MODELS)
+LM_TESTED = tuple(lm_multinode.TESTED)
+LM_CHARACTERS_AT_ONCE = (lm_multinode, "CHARACTERS_AT_ONCE")  # for monkeypatch.setattr
 lm_is_held_out = lm_multinode.is_held_out
 
 
@@ -168,6 +146,11 @@ def lm_held_out(args, tokenizer, script=lm_multinode):
     with mock.patch.object(script.AutoTokenizer, "from_pretrained", return_value=tokenizer):
         _, sequences, _ = script.load_data(args, None)
     return as_batch(sequences.numpy())
+
+
+def lm_cut(texts, tokenizer, length, script):
+    """The sequences of some texts, as `lm_held_out` returns them."""
+    return as_batch(numpy.array(script.cut(script.tokenize(texts, tokenizer), length)).reshape(-1, length + 1, 3))
 
 
 def as_batch(sequences):
@@ -231,16 +214,20 @@ def no_dropout(script):
 
 
 def signal_in_step(script, rank, step, name="SIGKILL", times=1):
-    """Signal a rank right after it has updated its shards, but not after a restart by torchrun."""
+    """Signal a rank right after it has updated its shards in its first, second, ... step, but not after a restart by
+    torchrun."""
+    train_step = script.train_step
     steps = itertools.count(1)
 
-    def after_update(*_):
+    def step_and_signal(args, world, *arguments):
+        result = train_step(args, world, *arguments)
         is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if next(steps) == step and dist.get_rank() == rank and is_first_start:
+        if next(steps) == step and world.rank == rank and is_first_start:
             for _ in range(times):
                 os.kill(os.getpid(), signal.Signals[name])
+        return result
 
-    register_optimizer_step_post_hook(after_update)
+    script.train_step = step_and_signal
 
 
 def read_other_data(script):
@@ -265,32 +252,12 @@ def read_without_end(script, steps):
     script.StepBatches.__iter__ = iterate_and_wait
 
 
-def in_own_session(script):
-    """Give this rank its own process group, as under Slurm, and session: by it a test finds what the rank started."""
-    os.setsid()
-    os.write(1, f"session {os.getpid()}\n".encode())  # one write, so that lines of two processes do not mix
-
-
-def stop_group(script, name, worker_start):
-    """Signal this rank and its workers in the middle of the second step. `worker_start`: how the workers start."""
-    in_own_session(script)
-    script.common.WORKER_OPTIONS["multiprocessing_context"] = worker_start
-    summed_loss = script.summed_loss
-    losses = itertools.count(1)
-    args = script.common.parse_args(script.Args, "")
-    micro_batches = args.global_batch_size // (2 * args.micro_batch_size)  # each rank's, in a step
-
-    def lose_and_stop(*arguments):
-        if torch.is_grad_enabled() and next(losses) == micro_batches + 3:
-            os.killpg(0, signal.Signals[name])
-        return summed_loss(*arguments)
-
-    script.summed_loss = lose_and_stop
+def spawn_workers(script):
+    script.common.WORKER_OPTIONS["multiprocessing_context"] = "spawn"
 
 
 def kill_alone(script, step):
     """Kill rank 1, and no other process, in a step, while its worker is reading."""
-    in_own_session(script)
     read_without_end(script, step)
     signal_in_step(script, 1, step)
 
@@ -310,20 +277,16 @@ def kill_in_save(script, rank, save):
     torch.distributed.checkpoint.FileSystemWriter.write_data = write_and_die
 
 
-def kill_in_export(script, file):
-    """Kill the process before it removes or moves its first, second, ... file."""
-    files = itertools.count(1)
+def kill_in_export(script):
+    """Kill the process before the exported weights get their place."""
+    replace = Path.replace
 
-    def dying(change):
-        def change_or_die(*arguments):
-            if next(files) == file:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return change(*arguments)
+    def replace_or_die(path, *arguments):
+        if path.name == "model.safetensors":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace(path, *arguments)
 
-        return change_or_die
-
-    Path.unlink = dying(Path.unlink)
-    Path.replace = dying(Path.replace)
+    Path.replace = replace_or_die
 
 
 def infinite_loss(script, rank, micro_batch, in_training=True, only_gradient=False):
