@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from conftest import (
@@ -33,15 +31,16 @@ from conftest import (
     write_csv,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
-from plain import adamw, cross_entropy, lm_rate, t5_samples, train_lm, train_plainly, train_t5
+from plain import adamw, cross_entropy, lm_batches, lm_rate, t5_samples, train_lm, train_plainly, train_t5
+from rouge_score.rouge_scorer import RougeScorer
 from shared import patched
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from inside import UserError, builtin_article, lm_held_out, lm_packed, lm_steps, load_module, parse, t5_articles
+from inside import UserError, builtin_article, lm_cut, lm_held_out, load_module, parse, t5_articles
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
-TOGETHER = [("t5-metric", "t5-schedule"), ("lm-chat", "lm-lora")]
+TOGETHER = [("t5-metric", "t5-rouge", "t5-schedule"), ("lm-chat", "lora")]
 
 
 def snippet(title, **paths):
@@ -56,7 +55,7 @@ def snippet(title, **paths):
 def test_every_diff_applies_also_to_an_edited_copy_and_leaves_no_name_undefined(tmp_path):
     def edit(text):
         text = re.sub(r"^import (?=copy|contextlib)", "# A line of mine\n" * 20 + "import ", text, count=1, flags=re.M)
-        return re.sub(r'(--(?:seed|max-steps|epochs)", default=)\d+', r"\g<1>7", text)
+        return re.sub(r"(    (?:max_steps|epochs): int =) \d+", r"\1 7", text)
 
     for names in [*([name] for name in RECIPES), *TOGETHER]:
         folder = patched(tmp_path / "-".join(names), *names)
@@ -91,9 +90,8 @@ LM = (*LM, "--warmup-steps", STEPS)
 
 
 # ---- Against loops without FSDP --------------------------------------------------------------------------------------
-def check_training(script, flags, plain, load, root, variants=VARIANTS, rounding=CLOSE):
-    """On two processes, each variant trains as the plain loop did and exports its model. Returns the output.
-    `rounding`: how exact an exported model is."""
+def check_training(script, flags, plain, load, root, variants=VARIANTS):
+    """On two processes, each variant trains as the plain loop did and exports its model. Returns the output."""
     if Path(script).name == "t5_fsdp.py":
         variants = variants | {"fsdp1": fsdp(1)}
     folders = {name: root / name for name in variants}
@@ -106,7 +104,7 @@ def check_training(script, flags, plain, load, root, variants=VARIANTS, rounding
         exported = [*folder.glob("best"), *folder.glob("model")]
         assert len(exported) == ("--no-save-model" not in variants[name]), name
         for path in exported:
-            assert loss_of(load(path)).item() == pytest.approx(curve(folder, "val_loss")[1], **rounding)
+            assert loss_of(load(path)).item() == pytest.approx(curve(folder, "val_loss")[1], **CLOSE)
     return printed
 
 
@@ -115,43 +113,31 @@ def train_t5_plainly(model, tokenizer, csv, prefix="summarize: "):
     return train_t5(model, tokenizer, samples, 8, 4, STEPS, RATE)
 
 
+@pytest.mark.long
+def test_bart_trains_as_a_plain_loop_does(tiny_model, articles_csv, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    shape = {"d_model": 32, "vocab_size": 1024, "dropout": 0.0, "encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}
+    for part in ("encoder", "decoder"):
+        shape |= {f"{part}_layers": LAYERS, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 64}
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "decoder_start_token_id": 1}
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **shape, **special))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "bart")
+    off = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "bart", **off).train()
+    plain = train_t5_plainly(model, tokenizer, articles_csv, prefix="")
+
+    script = patched(tmp_path / "copy", "t5-bart") / "t5_fsdp.py"
+    flags = (*T5, "--model", tmp_path / "bart", "--dataset", articles_csv, "--print-model")
+    printed = check_training(script, flags, plain, AutoModelForSeq2SeqLM.from_pretrained, tmp_path)
+    assert len(re.findall(rf"{LAYERS} x FSDP\w+Layer\(", printed)) == 2  # units, in encoder and decoder
+
+
 def add_adapters(model, *names):
     """Add LoRA by peft's own class, with the recipe's settings."""
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=list(names)))
-
-
-def write_seq2seq(kind, tokenizer, folder):
-    """Write a model that is as awkward as published ones: in fp16, with LayerDrop, with a trained buffer."""
-    sizes = {"d_model": 32, "vocab_size": 1024, "max_position_embeddings": 64}
-    for part in ("encoder", "decoder"):
-        sizes |= {f"{part}_layers": LAYERS, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 64}
-        sizes |= {f"{part}_layerdrop": 0.5}
-    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "decoder_start_token_id": 1}
-    off = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
-    torch.manual_seed(0)
-    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **sizes, **special, **off))
-    if kind == "bart":
-        model.final_logits_bias.normal_()
-    model.half().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["bart", "m2m_100"])
-def test_bart_and_m2m100_train_as_a_plain_loop_does(kind, tiny_model, articles_csv, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    write_seq2seq(kind, tokenizer, tmp_path / "pretrained")
-    off = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
-    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float32, **off).train()
-    plain = train_t5_plainly(model, tokenizer, articles_csv, prefix="")
-
-    script = patched(tmp_path / "copy", "t5-bart") / "t5_fsdp.py"
-    flags = (*T5, "--model", tmp_path / "pretrained", "--dataset", articles_csv)
-    load = partial(AutoModelForSeq2SeqLM.from_pretrained, dtype=torch.float32)
-    flags = (*flags, "--print-model")
-    printed = check_training(script, flags, plain, load, tmp_path, rounding={"abs": 2e-3})  # it is exported in fp16
-    assert len(re.findall(rf"{LAYERS} x FSDP\w+Layer\(", printed)) == 2  # units, in encoder and decoder
 
 
 @needs_peft
@@ -162,68 +148,100 @@ def test_t5_with_lora_trains_as_peft_does(tiny_model, articles_csv, tmp_path):
 
     model = add_adapters(AutoModelForSeq2SeqLM.from_pretrained(tiny_model), "q", "v")
     plain = train_t5_plainly(model, AutoTokenizer.from_pretrained(tiny_model), articles_csv)
-    script = patched(tmp_path / "copy", "t5-lora") / "t5_fsdp.py"
+    script = patched(tmp_path / "copy", "lora") / "t5_fsdp.py"
     check_training(script, (*T5, "--model", tiny_model, "--dataset", articles_csv), plain, load, tmp_path)
 
 
 @needs_peft
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
     """A base in bf16 computes with rounded weights. The page's code merges the adapter into its base."""
 
     def load(adapter):
         paths = {"BASE": tiny_llama, "output/lm_multinode/model": adapter, "merged": tmp_path / "merged"}
-        exec(snippet("LM script: LoRA", **paths), {})
+        exec(snippet("LoRA", **paths), {})
         return AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
 
-    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=getattr(torch, dtype)).float()
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=dtype).float()
     model = add_adapters(base, "q_proj", "v_proj")
     flags = (*LM, "--model", tiny_llama)
     plain = train_lm(model, AutoTokenizer.from_pretrained(tiny_llama), parse("lm_multinode.py", *flags))
-    script = patched(tmp_path / "copy", "lm-lora") / "lm_multinode.py"
-    script.write_text(script.read_text().replace("FROZEN = torch.float32", f"FROZEN = torch.{dtype}"))
-    variants = VARIANTS if dtype == "float32" else {"fsdp2": ("--no-save-model",)}
-    check_training(script, flags, plain, load, tmp_path, variants)
+    folder = patched(tmp_path / "copy", "lora")
+    common = folder / "common.py"
+    common.write_text(common.read_text().replace("frozen = torch.float32", f"frozen = {dtype}"))
+    variants = VARIANTS if dtype == torch.float32 else {"fsdp2": ("--no-save-model",)}
+    printed = check_training(folder / "lm_multinode.py", flags, plain, load, tmp_path, variants)
+    trained, count = model.get_nb_trainable_parameters()
+    gib = (16 * trained + dtype.itemsize * (count - trained)) / 2 / 2**30
+    assert f"{trained:,} trained parameters, {gib:.3f} GiB" in printed
 
 
-# ---- Against the script as it is, and fp16 ---------------------------------------------------------------------------
-def check_same_losses(recipe, flags, root, edit=("", ""), **options):
-    """One and two processes have the losses of two without the recipe. `edit`: a constant, and its new value."""
-    script = patched(root / "copy", recipe) / "lm_multinode.py"
-    script.write_text(script.read_text().replace(*edit))
-    run_many("lm_multinode.py", {root / "plain": flags}, 2, **options)
-    plain = [curve(root / "plain", name) for name in ("loss", "grad_norm", "val_loss")]
+# Two processes cannot divide three experts.
+EXPERTS = {
+    "mixtral": {"num_local_experts": 3, "output_router_logits": True},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "output_router_logits": True},
+    "olmoe": {"num_experts": 4},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_models_with_experts_train_as_by_transformers(kind, tmp_path):
+    """`loss` has no balancing loss, but gradients have transformers' own, of each micro-batch. Here each process has
+    one micro-batch."""
+    shape = {"num_experts_per_tok": 2, "num_key_value_heads": 2, "router_aux_loss_coef": 5.0, "pad_token_id": 0}
+    model = make_llama(tmp_path / "model", partial(AutoConfig.for_model, kind), **shape, **EXPERTS[kind])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    script = patched(tmp_path / "copy", "lm-experts") / "lm_multinode.py"
+
+    def own_loss(model, batch, processes):
+        losses = []
+        for tokens, labels in zip(*(torch.from_numpy(part).chunk(processes) for part in batch.values()), strict=True):
+            output = model(input_ids=tokens, labels=labels, shift_labels=labels.contiguous())
+            balance = 0.0 if output.aux_loss is None else 5.0 * output.aux_loss.detach()
+            losses.append(output.loss - balance)
+        return sum(losses) / processes
+
+    norms = []
     for processes in (1, 2):
-        run_many(script, {root / str(processes): flags}, processes, **options)
-        check_curves(root / str(processes), plain)
-    return script, plain
+        flags = (*LM, "--model", model, "--micro-batch-size", 8 // processes)
+        settings = {tmp_path / f"{processes} {name}": (*flags, *VARIANTS[name]) for name in VARIANTS}
+        run_many(script, settings, processes, change=["record_shards"])
+        eager = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+        loss_of = partial(own_loss, processes=processes)
+        curves, _ = train_lm(eager, tokenizer, parse("lm_multinode.py", *flags), loss_of, size=processes)
+        for folder in settings:
+            check_curves(folder, curves)
+        norms.append(curves[1][0])
+    # The balancing loss depends on the micro-batches.
+    assert (abs(norms[0] / norms[1] - 1) > 1e-3) == ("output_router_logits" in EXPERTS[kind])
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "2 fsdp2" / "model")
+    sums = json.loads((tmp_path / "2 fsdp2" / "shards-0.json").read_text())["sums"]
+    for weight, shard in zip(exported.parameters(), sums, strict=True):
+        rows = int(weight.ndim == 3 and kind == "mixtral")  # the dimension of an expert's rows
+        assert weight.double().chunk(2, dim=rows)[0].sum().item() == pytest.approx(shard, abs=1e-4)
 
 
 @pytest.mark.long
-def test_a_chunked_loss_equals_the_loss_of_whole_logits(tmp_path):
-    """The script refuses a model that changes its logits."""
-    for is_tied in (False, True):
-        root = tmp_path / str(is_tied)
-        flags = (*LM, "--model", make_llama(root / "model", tie_word_embeddings=is_tied))
-        edit = ("CHUNK = 512", "CHUNK = 24")  # 64 tokens in a micro-batch
-        script, plain = check_same_losses("lm-chunked-loss", flags, root, edit)
-        compiled = (*flags, "--compile", "--activation-checkpointing")
-        run_many(script, {root / "compiled": compiled}, 2, change=("capture_graphs",))
-        check_curves(root / "compiled", plain)
-    granite = make_llama(tmp_path / "model", partial(AutoConfig.for_model, "granite"), logits_scaling=2.0)
-    finished = run_many(script, [(*LM, "--model", granite)], 2, check=False)
-    assert finished.returncode == 2 and "granite" in finished.stderr and "Traceback" not in finished.stderr
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_chunked_loss_trains_as_a_plain_loop_does(is_tied, tmp_path):
+    """It refuses a model that changes its logits."""
+    script = patched(tmp_path / "copy", "lm-chunked-loss") / "lm_multinode.py"
+    script.write_text(script.read_text().replace("CHUNK = 512", "CHUNK = 24"))  # 64 tokens in a micro-batch
+    folder = make_llama(tmp_path / "model", tie_word_embeddings=is_tied)
+    flags = (*LM, "--model", folder)
+    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags))
+    check_training(script, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path)
+    run_many(script, {tmp_path / "compiled": (*flags, "--compile")}, 2, change=("capture_graphs",))
+    check_curves(tmp_path / "compiled", plain[0])
 
-
-@pytest.mark.long
-def test_experts_sharded_by_rows_learn_the_same(tmp_path):
-    """Two processes cannot divide three experts."""
-    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-    flags = (*LM, "--model", make_llama(tmp_path / "model", partial(AutoConfig.for_model, "mixtral"), **experts))
-    check_same_losses("lm-experts", flags, tmp_path, change=["record_shards"])
-    plain, rows = (json.loads((tmp_path / name / "shards-0.json").read_text())["sums"] for name in ("plain", "2"))
-    assert plain != rows
+    gemma = partial(AutoConfig.for_model, "gemma3_text", head_dim=8, num_key_value_heads=2)
+    gemma = make_llama(tmp_path / "gemma", gemma, final_logit_softcapping=30.0)
+    finished = run_many(script, {tmp_path / "refused": (*LM, "--model", gemma)}, 2, check=False)
+    assert finished.returncode == 2 and "lm-chunked-loss" in finished.stderr and "Traceback" not in finished.stderr
 
 
 @pytest.mark.long
@@ -243,8 +261,9 @@ def test_t5_in_fp16_is_close_to_a_plain_loop(tiny_model, articles_csv, tmp_path)
 
 # ---- DiLoCo ----------------------------------------------------------------------------------------------------------
 def train_replicas_plainly(folder, flags, replicas, lr, momentum):
-    """Train as four processes do that synchronize every two steps. Returns the first replica's losses and gradient
-    norms, and the validation losses of the shared model. The outer optimizer is PyTorch's own SGD."""
+    """Train as four processes do that synchronize every two steps. Returns the means of the losses between
+    synchronizations, the first replica's gradient norms, and the validation losses of the shared model. The outer
+    optimizer is PyTorch's own SGD."""
     args = parse("lm_multinode.py", *flags)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     held_out = lm_held_out(args, tokenizer)
@@ -252,20 +271,20 @@ def train_replicas_plainly(folder, flags, replicas, lr, momentum):
     outer = torch.optim.SGD(shared.parameters(), lr, momentum, nesterov=momentum > 0)
     models = [copy.deepcopy(shared) for _ in range(replicas)]
     optimizers = [adamw(model, weight_decay=0.1) for model in models]
-    steps = [*itertools.islice(lm_steps(args, tokenizer, size=4), STEPS)]
-    num_streams = 8 // replicas  # of one replica
+    steps = [*itertools.islice(lm_batches(args, tokenizer, size=4), STEPS)]
+
+    def loss_of(replica, step):
+        return cross_entropy(models[replica], {name: np.split(rows, replicas)[replica] for name, rows in step.items()})
+
     losses, norms, validation = [], [], [cross_entropy(shared, held_out).item()]
     for first in range(0, STEPS, 2):
-        for replica, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            loss_of_steps = []
-            for streams in steps[first : first + 2]:
-                own = streams[replica * num_streams : (replica + 1) * num_streams]
-                joined = {name: np.concatenate([batch[name] for batch in own]) for name in own[0]}
-                loss_of_steps.append(partial(cross_entropy, model, joined))
-            curves = train_plainly(optimizer, loss_of_steps, lambda step, first=first: lm_rate(args, first + step))
-            if replica == 0:
-                losses += curves[0]
-                norms += curves[1]
+        curves = []
+        for replica in range(replicas):
+            local = [partial(loss_of, replica, step) for step in steps[first : first + 2]]
+            rates = [lm_rate(args, first + step) for step in range(3)]
+            curves.append(train_plainly(optimizers[replica], local, rates.__getitem__))
+        losses.append(np.mean([values for values, _ in curves]))
+        norms.append(curves[0][1][-1])
         for weight, *of_replicas in zip(shared.parameters(), *(model.parameters() for model in models), strict=True):
             weight.grad = weight.detach() - torch.stack([w.detach() for w in of_replicas]).mean(dim=0)
         outer.step()
@@ -277,9 +296,11 @@ def train_replicas_plainly(folder, flags, replicas, lr, momentum):
 
 @pytest.mark.long
 def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_path):
-    """After a synchronization all replicas hold the same bits. In "averaging", all continue from their mean weights."""
+    """After a synchronization all replicas hold the same bits. In "averaging", all continue from their mean weights.
+    A run resumes from a checkpoint as if it had never stopped."""
     script = patched(tmp_path / "copy", "lm-diloco") / "lm_multinode.py"
     flags = (*LM, "--model", tiny_llama, "--validate-every", 2, "--micro-batch-size", 1, "--no-save-model")
+    flags = (*flags, "--checkpoint-every", 2)
     runs = {"two": (2, 0.7, 0.9), "averaging": (2, 1.0, 0.0), "four": (4, 0.7, 0.9)}
     settings = {}
     for name, (replicas, lr, momentum) in runs.items():
@@ -292,6 +313,12 @@ def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_pa
         sums = [json.loads((tmp_path / name / f"shards-{rank}.json").read_text())["sums"] for rank in range(4)]
         assert sums == [sums[rank % (4 // outer[0])] for rank in range(4)]
 
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / f"step-{STEPS:07d}")
+    run_many(script, {tmp_path / "two": (*settings[tmp_path / "two"], "--resume")}, 4)
+    for name in ("loss", "grad_norm", "val_loss"):
+        *_, whole, resumed = curve(tmp_path / "two", name)
+        assert whole == resumed
+
 
 # ---- Chat models -----------------------------------------------------------------------------------------------------
 TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.content }}</s>{% endfor %}\
@@ -299,7 +326,7 @@ TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.conte
 
 
 def conversation(index):
-    """Only some messages have an "id". That makes `datasets` store all messages as JSON."""
+    """Only some messages have an "id"."""
     extra_keys = {"id": index} if index % 3 == 0 else {}
     messages = [{"role": "system", "content": "Be brief."}]
     for turn in range(1 + index % 2):
@@ -322,17 +349,18 @@ def chat(tiny_llama, tmp_path_factory):
     lines = [json.dumps({"messages": conversation(index)}) for index in range(300)]
     (root / "chats.jsonl").write_text("\n".join(lines))
     flags = (*LM, "--model", root / "model", "--dataset", root / "chats.jsonl", "--text-column", "messages")
-    return load_module(folder / "lm_of_chats.py"), (*flags, "--seq-length", 192, "--device", "cpu"), tokenizer
+    return load_module(folder / "lm_of_chats.py"), (*flags, "--seq-length", 192), tokenizer
 
 
 def conversations_of(batch):
     """The conversations packed in a batch: token ids and labels. The unused end of a sequence has no labels."""
     conversations = []
-    for tokens, labels, positions in zip(batch["input_ids"], batch["labels"], batch["positions"], strict=True):
-        starts = [*np.flatnonzero(positions == 0), len(positions)]
+    for inputs, targets in zip(batch["input_ids"], batch["labels"], strict=True):
+        starts = [*np.flatnonzero(inputs[:, 2] == 0), len(inputs)]
         for first, end in itertools.pairwise(starts):
-            if (labels[first:end] != -100).any():
-                conversations.append((tokens[first:end], labels[first:end]))
+            tokens, labels = inputs[first:end, 0], targets[first:end, 1]
+            if (labels != -100).any():
+                conversations.append((tokens, labels))
     return conversations
 
 
@@ -355,12 +383,12 @@ def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(chat, tin
 
 @pytest.mark.long
 def test_only_answers_are_learned(chat):
-    """A conversation may begin with an assistant, who has no prompt. A block of records may have no answer at all."""
-    script, flags, tokenizer = chat
-    args = parse("lm_multinode.py", *flags)
+    """A conversation may begin with an assistant, who has no prompt. A template may remove thoughts from earlier
+    answers, as Qwen3's does, and contents may be no texts: these are refused."""
+    script, _, tokenizer = chat
 
     def learned_answers(*chats):
-        batch = lm_packed(list(chats), args, tokenizer, script=script)
+        batch = lm_cut(map(json.dumps, chats), tokenizer, 192, script)
         return [tokenizer.decode(labels[labels != -100]).replace(" ", "") for _, labels in conversations_of(batch)]
 
     _, question, answer = conversation(0)
@@ -370,46 +398,14 @@ def test_only_answers_are_learned(chat):
     [cut_off] = learned_answers(5 * [question, answer])
     assert (5 * expected).startswith(cut_off) and len(expected) < len(cut_off) < 5 * len(expected)
 
-
-@pytest.mark.long
-def test_unusable_chats_are_refused(chat, tmp_path):
-    """There is no template, or one that removes thoughts from earlier answers, as Qwen3's does; no answer fits; or
-    contents are not texts, which `datasets` reads in two ways."""
-    script, flags, _ = chat
-    for name, key in (("parts", {}), ("json", {"id": 7})):
-        chats = [conversation(index) for index in range(1, 200, 3)]
-        for index, (_, question, *_) in enumerate(chats):
-            question |= {"content": [{"type": "text", "text": question["content"]}], **(key if index % 2 else {})}
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
-    for template, extra_flags, word in (
-        (None, (), "EXAMPLE_TEMPLATE"),
-        ("{{ messages | length }} " + TEMPLATE, (), "chat template"),
-        (TEMPLATE, ("--seq-length", 4), "answer.*--seq-length"),
-        (TEMPLATE, ("--dataset", tmp_path / "parts.jsonl"), "holds list"),
-        (TEMPLATE, ("--dataset", tmp_path / "json.jsonl"), "is a list"),
-    ):
-        args = parse("lm_multinode.py", *flags, *extra_flags)
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        tokenizer.chat_template = template
-        with pytest.raises(UserError, match=word):
-            lm_held_out(args, tokenizer, script=script)
+    with pytest.raises(UserError, match="text"):
+        learned_answers([question, {"role": "assistant", "content": [{"type": "text", "text": "Wash."}]}])
+    tokenizer.chat_template = "{{ messages | length }} " + TEMPLATE
+    with pytest.raises(UserError, match="template"):
+        learned_answers([question, answer])
 
 
-@pytest.mark.long
-def test_the_pages_chat_command_trains_a_model_that_has_the_example_template(chat, tiny_llama, tmp_path):
-    script, flags, _ = chat
-    model = shutil.copytree(tiny_llama, tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = script.EXAMPLE_TEMPLATE
-    tokenizer.save_pretrained(model)
-    command = re.search(r"^python lm_multinode.py (.+ --text-column messages .+)", PAGE.read_text(), re.M)[1]
-    smaller = ("--model", model, "--dataset", flags[flags.index("--dataset") + 1], "--global-batch-size", 8)
-    smaller += ("--max-steps", 2, "--log-every", 1)
-    run_many(script.__file__, {tmp_path / "chat": (*shlex.split(command), *smaller)}, 2)
-    assert len(curve(tmp_path / "chat")) == 2
-
-
-# ---- Metric and schedules --------------------------------------------------------------------------------------------
+# ---- Metrics and schedules -------------------------------------------------------------------------------------------
 # The learning rate as a share of --lr. The warm-up has 6 steps.
 SHARES = {
     "t5-schedule": lambda step, steps: min(step / 6, (steps + 1 - step) / steps),
@@ -427,7 +423,7 @@ def test_metric_and_schedules_compute_what_they_promise(recipe, tmp_path):
     csv = write_csv(tmp_path / "articles.csv", rows)
     flags = (*T5, "--model", make_model(tmp_path / "model"), "--dataset", csv, "--num-validation-samples", 0)
     flags = (*flags, "--max-steps", 0, "--epochs", 2, "--lr", 0.01, "--warmup-steps", 6, "--output-dir", tmp_path)
-    script = patched(tmp_path / "copy", "t5-metric", recipe) / "t5_fsdp.py"
+    script = patched(tmp_path / "copy", "t5-metric", "t5-rouge", recipe) / "t5_fsdp.py"
     run_many(script, [flags], 2)
 
     to_train, to_validate = t5_articles(csv)
@@ -439,37 +435,34 @@ def test_metric_and_schedules_compute_what_they_promise(recipe, tmp_path):
     exec(snippet("T5 script: summarize with the trained model", **{"output/t5_fsdp/best": tmp_path / "best"}), names)
     tokenizer, model = names["tokenizer"], names["model"]
     assert "summarize: There is no need" in tokenizer.decode(names["source"]["input_ids"][0])
-    assert names["summary"].shape[1] > 1
-    equal = []
+    num_equal = 0
     for article in to_validate:
         source = tokenizer("summarize: " + article["text"], max_length=SOURCE, truncation=True, return_tensors="pt")
         written = model.generate(source["input_ids"], max_new_tokens=SUMMARY, do_sample=False)[0]
-        equal.append(tokenizer.decode(written, skip_special_tokens=True).strip() == article["summary"])
-    assert best["exact"] == pytest.approx(sum(equal) / len(equal))
-    assert any(equal)
+        num_equal += tokenizer.decode(written, skip_special_tokens=True).strip() == article["summary"]
+    assert best["exact"] == pytest.approx(num_equal / len(to_validate)) and num_equal
+
+
+def test_rouge_counts_the_words_of_russian_and_the_characters_of_chinese(tmp_path):
+    script = patched(tmp_path / "copy", "t5-rouge") / "t5_fsdp.py"
+    scorer = RougeScorer(["rouge1"], tokenizer=load_module(script.rename(script.with_name("t5_rouge.py"))).Words())
+    for reference, summary, share in (
+        ("Вымойте груши, потом почистите.", "вымойте Груши", 4 / 6),
+        ("洗苹果。", "洗梨", 2 / 5),
+        ("Wash 2 pears.", "wash 2 apples", 4 / 6),
+    ):
+        assert scorer.score(reference, summary)["rouge1"].fmeasure == pytest.approx(share)
 
 
 # ---- After a run: generate, plot, watch ------------------------------------------------------------------------------
 @pytest.mark.long
-def test_the_pages_code_generates_from_an_export_and_a_checkpoint_and_plots(tmp_path, capsys):
-    """One process exports the checkpoint of two: the weights of the same step's export."""
-    run_many("lm_multinode.py", {tmp_path: (*LM, "--checkpoint-every", STEPS)}, 2)
+def test_the_pages_code_generates_and_plots(tmp_path, capsys):
+    run_many("lm_multinode.py", {tmp_path: LM}, 2)
     exec(snippet("LM script: write with the trained model", **{"output/lm_multinode/model": tmp_path / "model"}), {})
     assert "class" in capsys.readouterr().out
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    shutil.rmtree(tmp_path / "model")
-    run_many("lm_multinode.py", {tmp_path: (*LM, "--resume", "--max-steps", STEPS)}, 1)
-    from_checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    torch.testing.assert_close(dict(from_checkpoint), dict(exported), rtol=0, atol=0)
-    earlier = run_many("lm_multinode.py", {tmp_path: (*LM, "--resume", "--max-steps", STEPS - 1)}, 1, check=False)
-    assert earlier.returncode == 2 and "beyond --max-steps" in earlier.stderr  # the model of a later step stays
-
     paths = {"output/lm_multinode/metrics.jsonl": tmp_path / "metrics.jsonl", "loss.png": tmp_path / "loss.png"}
-    plt.close("all")
     exec(snippet("metrics.jsonl, and a plot", **paths), {})
-    drawn = {line.get_label(): [*line.get_ydata()] for line in plt.gca().lines}
-    assert drawn == {name: pytest.approx(curve(tmp_path, name)) for name in ("loss", "val_loss")}
-    assert (tmp_path / "loss.png").exists()
+    assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
 @pytest.mark.long
