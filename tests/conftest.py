@@ -48,6 +48,7 @@ SMALL = (
 CLOSE = {"abs": 1e-5}  # for losses of about 1 to 8, computed in different ways from the same weights
 # For losses after several steps of Adam. If a gradient is almost 0, rounding decides the sign of a step of size lr.
 AFTER_ADAM = {"abs": 1e-4}
+long = functools.partial(pytest.param, marks=pytest.mark.long)  # a case of a table
 # .ci/run then also runs these tests with an older transformers, as the recipe's page says.
 needs_peft = pytest.mark.skipif(
     Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason=f"transformers needs peft {MIN_PEFT_VERSION} for LoRA"
@@ -95,7 +96,7 @@ def run_many(
             arguments += ["--device", device]
     per_node = environment.pop("per_node", None)
     environment = os.environ | environment
-    if device not in ("cpu", "auto", None):
+    if device not in ("cpu", None):
         fork = False
         # TF32 would keep only 10 bits of mantissa. Processes may share a GPU.
         environment |= {"NVIDIA_TF32_OVERRIDE": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
@@ -186,23 +187,20 @@ def write_csv(path, rows):
     return path
 
 
-def write_mnist(folder, num_train=90, num_test=100):
-    """Write the built-in digits below `folder`, in the files in which torchvision keeps MNIST."""
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for count, seed, part in ((num_train, 0, "train"), (num_test, 1, "t10k")):
+@pytest.fixture(scope="session")
+def small_mnist(tmp_path_factory):
+    """A folder with 90 training images, which 4 processes cannot divide, and 100 test images, which 3 cannot: built-in
+    digits, in the files in which torchvision keeps MNIST."""
+    folder = tmp_path_factory.mktemp("mnist")
+    (folder / "MNIST" / "raw").mkdir(parents=True)
+    for count, seed, part in ((90, 0, "train"), (100, 1, "t10k")):
         images, labels = draw_digits(count, seed).tensors
         images = images.clamp(0, 1).mul(255).round().squeeze(1)
         for array, kind in ((images, "images-idx3"), (labels, "labels-idx1")):
             header = bytes([0, 0, 8, array.dim()]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-            (raw / f"{part}-{kind}-ubyte").write_bytes(header + array.to(torch.uint8).numpy().tobytes())
+            content = header + array.to(torch.uint8).numpy().tobytes()
+            (folder / "MNIST" / "raw" / f"{part}-{kind}-ubyte").write_bytes(content)
     return folder
-
-
-@pytest.fixture(scope="session")
-def small_mnist(tmp_path_factory):
-    """90 training images, which 4 processes cannot divide, and 100 test images, which 3 cannot."""
-    return write_mnist(tmp_path_factory.mktemp("mnist"))
 
 
 @pytest.fixture(scope="session")

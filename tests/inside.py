@@ -214,8 +214,7 @@ def no_dropout(script):
 
 
 def signal_in_step(script, rank, step, name="SIGKILL", times=1):
-    """Signal a rank right after it has updated its shards in its first, second, ... step, but not after a restart by
-    torchrun."""
+    """Signal a rank after its first, second, ... update of its shards, but not after a restart by torchrun."""
     train_step = script.train_step
     steps = itertools.count(1)
 
@@ -241,12 +240,12 @@ def read_other_data(script):
     script.load_data = load_and_change
 
 
-def read_without_end(script, steps):
-    """Make the LM's workers send `steps` steps, then read without end."""
+def read_without_end(script):
+    """Make the LM's workers send one step, then read without end."""
     iterate = script.StepBatches.__iter__
 
     def iterate_and_wait(self):
-        yield from itertools.islice(iterate(self), steps)
+        yield next(iterate(self))
         time.sleep(400)
 
     script.StepBatches.__iter__ = iterate_and_wait
@@ -256,20 +255,20 @@ def spawn_workers(script):
     script.common.WORKER_OPTIONS["multiprocessing_context"] = "spawn"
 
 
-def kill_alone(script, step):
-    """Kill rank 1, and no other process, in a step, while its worker is reading."""
-    read_without_end(script, step)
-    signal_in_step(script, 1, step)
+def kill_alone(script):
+    """Kill rank 1, and no other process, in its first step, while its worker is reading."""
+    read_without_end(script)
+    signal_in_step(script, 1, 1)
 
 
-def kill_in_save(script, rank, save):
-    """Kill a rank in its first, second, ... save, after it has written its shards and before `progress.json` is."""
+def kill_in_save(script, save):
+    """Kill rank 0 in its first, second, ... save, after it has written its shards and before `progress.json` is."""
     saves = itertools.count(1)
     write_data = torch.distributed.checkpoint.FileSystemWriter.write_data
 
     def write_and_die(*arguments):
         written = write_data(*arguments)
-        if next(saves) == save and dist.get_rank() == rank:
+        if next(saves) == save and dist.get_rank() == 0:
             written.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return written

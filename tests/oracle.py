@@ -7,7 +7,6 @@ processes, "micro_batch_size": samples of one process, "rates": the learning rat
 T5's samples are padded here. A causal model's samples have shifted labels already, as lm_multinode.py makes them.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -72,30 +71,24 @@ class Metrics(TrainerCallback):
         self.start = time.perf_counter()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", type=Path)
-    parser.add_argument("--output-dir", type=Path)
-    options = parser.parse_args()
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    task = json.loads(options.task.read_text())
-    size = int(os.environ.get("WORLD_SIZE", 1))
+def main(task, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    size = int(os.environ["WORLD_SIZE"])
     samples = task["samples"]
     lengths = [len(sample["input_ids"]) for sample in samples]
-
     loading = {"distributed_config": DistributedConfig(fsdp_size=size), "dtype": torch.float32}
     if AutoConfig.from_pretrained(task["model"]).is_encoder_decoder:
         trainer_class, arguments_class = Seq2SeqTrainer, Seq2SeqTrainingArguments
         model = T5ForConditionalGeneration.from_pretrained(task["model"], **loading)
         # Given the model, it also makes the decoder's input from the labels, which the trainer removes.
         collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(task["model"]), model)
-        trainer_options = {"data_collator": collator, "compute_loss_func": t5_loss}
+        options = {"data_collator": collator, "compute_loss_func": t5_loss}
         adamw = {"weight_decay": 0.01, "adam_beta2": 0.999}
         lengths = [length + len(sample["labels"]) for length, sample in zip(lengths, samples, strict=True)]
     else:
         trainer_class, arguments_class = Trainer, TrainingArguments
         model = AutoModelForCausalLM.from_pretrained(task["model"], **loading)
-        trainer_options = {"data_collator": with_shifted_labels}
+        options = {"data_collator": with_shifted_labels}
         adamw = {"weight_decay": 0.1, "adam_beta2": 0.95}
     rates = [*task["rates"], 0.0]  # the trainer asks for one more after the last step
 
@@ -112,7 +105,7 @@ def main():
     batch_size = task["batch_size"]
     tokens = [sum(lengths[first : first + batch_size]) for first in range(0, len(samples), batch_size)]
     arguments = arguments_class(
-        options.output_dir,
+        folder,
         use_cpu=True,
         per_device_train_batch_size=task["micro_batch_size"],
         gradient_accumulation_steps=batch_size // (task["micro_batch_size"] * size),
@@ -126,15 +119,10 @@ def main():
         disable_tqdm=True,
         **adamw,
     )
-    trainer = WithRates(
-        model,
-        arguments,
-        train_dataset=samples,
-        callbacks=[Metrics(options.output_dir / "metrics.jsonl", tokens)],
-        **trainer_options,
-    )
-    trainer.train()
+    callbacks = [Metrics(folder / "metrics.jsonl", tokens)]
+    WithRates(model, arguments, train_dataset=samples, callbacks=callbacks, **options).train()
 
 
 if __name__ == "__main__":
-    main()
+    _, task, _, folder = sys.argv
+    main(json.loads(Path(task).read_text()), Path(folder))

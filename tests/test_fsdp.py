@@ -7,9 +7,9 @@ import json
 import re
 
 import pytest
-from conftest import SAVE_ON_CPU, SMALL, VERSIONS, check_curves, curve, make_llama, make_model, run_many
+from conftest import SMALL, VERSIONS, check_curves, curve, make_llama, make_model, run_many
 from shared import patched
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 pytestmark = pytest.mark.long
 
@@ -22,13 +22,9 @@ RECOMPUTING = ("--activation-checkpointing",)
 FSDP1 = ("--fsdp-version", 1)
 
 
-def read_collectives(folder, rank=0):
-    return json.loads((folder / f"collectives-{rank}.json").read_text())
-
-
 def second_step(folder):
     """The first step is different: some units are still gathered from the validation before it."""
-    return [(name, size) for name, size, _ in read_collectives(folder)["step 2"]]
+    return [(name, size) for name, size, _ in json.loads((folder / "collectives-0.json").read_text())["step 2"]]
 
 
 # ---- T5 on two processes ---------------------------------------------------------------------------------------------
@@ -78,56 +74,34 @@ def test_units_bytes_and_order_of_a_step_of_t5(version, tiny_model, articles_csv
     assert version == 2 or order_of(tmp_path / "post").endswith("GC GRC GRC GRC R R".replace(" ", ""))
 
 
-def test_an_export_keeps_the_models_generation_settings_but_summaries_are_greedy(tmp_path, articles_csv):
-    plain = make_model(tmp_path / "plain", initializer_factor=5.0)
-    beams = make_model(tmp_path / "beams", initializer_factor=5.0)
-    GenerationConfig.from_pretrained(plain, num_beams=4).save_pretrained(beams)
-
-    flags = (*T5, "--dataset", articles_csv, "--max-target-length", 12)
-    settings = {tmp_path / "output": (*flags, "--model", plain)}
-    for version in SAVE_ON_CPU:
-        settings[tmp_path / str(version)] = (*flags, "--model", beams, "--fsdp-version", version, "--save-model")
-    printed = run_many("t5_fsdp.py", settings, 1).stdout
-
-    summaries = re.findall(r"^summary    (.+(?:\n {11}.+)*)$", printed, re.MULTILINE)
-    assert len(summaries) == 2 * len(settings)  # each run prints the first article's, before and after training
-    assert summaries == summaries[:2] * len(settings)
-    for version in SAVE_ON_CPU:
-        assert GenerationConfig.from_pretrained(tmp_path / str(version) / "best").num_beams == 4
-
-
 # ---- The LM ----------------------------------------------------------------------------------------------------------
-def test_the_lm_recomputes_its_layers_when_told_to(tiny_llama, tmp_path):
-    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 4, "--max-steps", 2)
+def test_units_and_products_of_a_step_of_the_lm(tiny_llama, tmp_path):
+    """Only the embedding is gathered before, and reduced after, all computation. The output layer is equally large, but
+    it is another unit, so the layers can compute while it is sent."""
+    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 4, "--micro-batch-size", 1, "--max-steps", 2)
     settings = {tmp_path / "plain": flags, tmp_path / "recomputing": (*flags, *RECOMPUTING)}
-    run_many("lm_multinode.py", settings, 1, change=("record_collectives",))
-    plain, recomputing = (second_step(folder).count(("compute", 0)) for folder in settings)
-    # Two layers in two micro-batches. Each layer has seven products; the last is not needed again.
-    assert recomputing - plain == 2 * 2 * 6
-
-
-def test_only_the_embedding_is_gathered_before_and_reduced_after_all_computation(tiny_llama, tmp_path):
-    """The output layer is equally large, but it is another unit, so the layers can compute while it is sent."""
-    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 4, "--max-steps", 2)
-    run_many("lm_multinode.py", {tmp_path: flags}, 2, change=("record_collectives",))
+    run_many("lm_multinode.py", settings, 2, change=("record_collectives",))
+    plain, recomputing = map(second_step, settings)
     embedding = AutoModelForCausalLM.from_pretrained(tiny_llama).model.embed_tokens.weight.nbytes
-    gathered = [size for name, size in second_step(tmp_path) if name == "allgather_base"]
-    reduced = [size for name, size in second_step(tmp_path) if name == "reduce_scatter_base"]
-    assert len(reduced) == 5  # output layer, root with the last norm, two layers, embedding
+    gathered = [size for name, size in plain if name == "allgather_base"]
+    reduced = [size for name, size in plain if name == "reduce_scatter_base"]
+    assert len(reduced) == 2 * 5  # in each micro-batch: output layer, root with the last norm, two layers, embedding
     # The other unit here is the root, which is only one norm.
     assert max(gathered[:2]) == pytest.approx(embedding, rel=0.01)
     assert max(reduced[-2:]) == pytest.approx(embedding, rel=0.01)
+    # Two layers in two micro-batches. Each layer has seven products; the last is not needed again.
+    assert recomputing.count(("compute", 0)) - plain.count(("compute", 0)) == 2 * 2 * 6
 
 
 def test_diloco_replicas_wait_for_each_other_only_at_synchronizations(tiny_llama, tmp_path):
     """In between, no collective spans all processes: in each step it would cost a round trip on a slow network."""
     script = patched(tmp_path / "copy", "lm-diloco") / "lm_multinode.py"
-    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 16, "--max-steps", 3, "--validate-every", 3)
-    flags += ("--shards-per-replica", 2, "--local-steps", 3, "--sharding-strategy", "DILOCO", "--output-dir", tmp_path)
-    run_many(script, [flags], 4, change=("record_collectives",))
+    flags = (*LM, "--model", tiny_llama, "--max-steps", 3, "--validate-every", 3, "--log-every", 3)
+    flags = (*flags, "--sharding-strategy", "DILOCO", "--shards-per-replica", 2, "--local-steps", 3)
+    run_many(script, {tmp_path: flags}, 4, change=("record_collectives",))
     for rank in range(4):
-        calls_by_phase = read_collectives(tmp_path, rank)
-        over_all = {phase for phase, calls in calls_by_phase.items() if any(size == 4 for *_, size in calls)}
+        phases = json.loads((tmp_path / f"collectives-{rank}.json").read_text())
+        over_all = {phase for phase, calls in phases.items() if any(size == 4 for *_, size in calls)}
         # "after 0" sends and validates the initial weights; "after 2" begins to ask whether to stop at step 3.
         assert over_all == {"after 0", "after 2", "after 3"}
 
@@ -176,11 +150,15 @@ def test_compile_makes_kernels_and_keeps_the_losses(tmp_path):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_module_of_many_parameters_becomes_a_unit(version, small_mnist, tmp_path):
     """Parameters of smaller units inside it do not count. The root gets the others. Both versions divide alike."""
-    expected = {20_000: ["fc1"], 1000: ["conv2", "fc1", "0"], 100: ["conv1", "conv2", "fc1", "0"]}
-    flags = ("--mode", "fsdp", "--model", "shallow", "--dataset", "mnist", "--data-dir", small_mnist, "--epochs", 1)
-    flags += ("--global-batch-size", 16, "--fsdp-version", version, "--print-model", "--output-dir", tmp_path)
-    flags += ("--min-num-params",)
-    printed = run_many("mnist_fsdp.py", [(*flags, bound) for bound in expected], 2).stdout
-    runs = re.split("^run  ", printed, flags=re.M)[1:]
-    units = [re.findall(r"\((\w+)\): (?:FSDP|FullyShardedDataParallel)", run) for run in runs]
-    assert units == [*expected.values()]
+    flags = ("--dataset", "mnist", "--data-dir", small_mnist, "--epochs", 1, "--global-batch-size", 16)
+    flags += ("--fsdp-version", version, "--output-dir", tmp_path)
+
+    def units_of(script, *more_flags):
+        printed = run_many(script, [(*flags, *more_flags)], 2).stdout
+        return re.findall(r"\((\w+)\): (?:FSDP|FullyShardedDataParallel)", printed)
+
+    units = {20_000: ["fc1"], 1000: ["conv2", "fc1", "0"], 100: ["conv1", "conv2", "fc1", "0"]}
+    for bound, expected in units.items():
+        mnist = ("--model", "shallow", "--print-model", "--min-num-params", bound)
+        assert units_of("mnist_fsdp.py", *mnist) == expected
+    assert units_of("mnist_fsdp_xpu.py") == ["conv1", "conv2", "fc1", "fc2"]

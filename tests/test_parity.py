@@ -15,29 +15,16 @@ import torch.nn.functional as F
 from torch.utils.data import DistributedSampler
 
 import pytest
-from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, SMALL, VERSIONS, check_curves, curve, make_llama, records, run_many
+from conftest import AFTER_ADAM, CLOSE, SAVE_ON_CPU, SMALL, VERSIONS, check_curves, curve, long, records, run_many
 from plain import lm_samples, t5_ordered, t5_samples, train_lm, train_plainly, train_t5
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
-from inside import LM_STRATEGIES, NETWORKS, T5_STRATEGIES, builtin_article, draw_digits, parse, t5_articles
+from inside import LM_STRATEGIES, NETWORKS, T5_STRATEGIES, draw_digits, parse, t5_articles
 
 STEPS = 4
 GLOBAL_BATCH = 24  # divisible by 1, 2, 3, 4 and 8 processes; the LM has eight streams, or six on 3 processes
 SEED = 3  # no flag here has its default value, so a test would notice a flag that is ignored
-
-
-def two_and_long(*long_counts):
-    """Run a test on two processes, and as a long test on the other numbers."""
-    counts = [2, *(pytest.param(count, marks=pytest.mark.long) for count in long_counts)]
-    return pytest.mark.parametrize("processes", counts)
-
-
-@pytest.fixture(scope="session")
-def texts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    path.write_text("\n".join(json.dumps(builtin_article(index)) for index in range(200)))
-    return path
 
 
 @pytest.fixture
@@ -60,13 +47,6 @@ def train(tiny_model, articles_csv, tiny_llama, texts, small_mnist, tmp_path):
     return run
 
 
-def check_low_precision(folder, plain):
-    """Losses stay within two percent of the plain ones, but differ from them, so the flag did something."""
-    for name, exact in zip(("loss", "val_loss"), plain[::2], strict=True):
-        assert curve(folder, name) == pytest.approx(exact, rel=0.02), folder
-    assert curve(folder) != pytest.approx(plain[0], abs=1e-6), folder
-
-
 def read_shards(folder, rank=0):
     return json.loads((folder / f"shards-{rank}.json").read_text())
 
@@ -77,6 +57,19 @@ HELD_OUT = 5  # articles
 T5 = ("--max-source-length", LENGTHS[0], "--max-target-length", LENGTHS[1], "--num-train-samples", 0, "--lr", 2e-3)
 T5 = (*T5, "--num-validation-samples", HELD_OUT, "--max-steps", STEPS, "--log-every", 1, "--no-save-model")
 T5 = (*T5, "--precision", "fp32")
+T5_ROWS = {}
+for version, strategy in itertools.product(VERSIONS, T5_STRATEGIES):
+    T5_ROWS[f"fsdp{version} {strategy}"] = ("--fsdp-version", version, "--sharding-strategy", strategy)
+T5_ROWS["fsdp2 SHARD_GRAD_OP"] += ("--activation-checkpointing", "--cpu-offload")
+# Speed and memory settings. A single article counts once, although each process must validate one.
+MORE_T5_ROWS = {
+    "fsdp1 recomputing": ("--fsdp-version", 1, "--activation-checkpointing"),
+    "fsdp1 without prefetch": ("--fsdp-version", 1, "--backward-prefetch", "none"),
+    "fsdp1 late prefetch": ("--fsdp-version", 1, "--backward-prefetch", "post"),
+    "fsdp2 without prefetch": ("--backward-prefetch", "none"),
+    "one micro-batch": ("--micro-batch-size", GLOBAL_BATCH, "--test-batch-size", 1),
+    "one article": ("--num-validation-samples", 1),
+}
 
 
 @functools.cache
@@ -87,67 +80,39 @@ def train_t5_plainly(model_folder, csv, held_out=HELD_OUT):
     return train_t5(model, tokenizer, samples, GLOBAL_BATCH, held_out, STEPS, 2e-3, SEED)[0]
 
 
-@two_and_long(1, 3, 4)
-def test_t5_equals_a_plain_loop(train, tiny_model, articles_csv, processes, tmp_path):
-    settings = {"recomputing and offloading": ("--activation-checkpointing", "--cpu-offload")}
-    for version, strategy in itertools.product(VERSIONS, T5_STRATEGIES):
-        settings[f"fsdp{version} {strategy}"] = ("--fsdp-version", version, "--sharding-strategy", strategy)
-    train("t5_fsdp.py", settings, processes, change=["record_shards"])
-    for name, flags in settings.items():
-        check_curves(tmp_path / name, train_t5_plainly(tiny_model, articles_csv))
+@pytest.mark.parametrize(
+    "processes, rows",
+    [(2, T5_ROWS), long(1, T5_ROWS), long(2, MORE_T5_ROWS), long(3, T5_ROWS), long(4, T5_ROWS)],
+)
+def test_t5_equals_a_plain_loop(train, tiny_model, articles_csv, processes, rows, tmp_path):
+    train("t5_fsdp.py", rows, processes, change=["record_shards"])
+    for name, flags in rows.items():
+        held_out = 1 if name == "one article" else HELD_OUT
+        check_curves(tmp_path / name, train_t5_plainly(tiny_model, articles_csv, held_out))
         assert set(read_shards(tmp_path / name)["offloaded"]) <= {"--cpu-offload" in flags}, name
-
-
-@pytest.mark.long
-def test_speed_and_memory_settings_change_no_loss(train, tiny_model, articles_csv, tmp_path):
-    """--test-batch-size changes none either. A single article counts once, although each process must validate one."""
-    settings = {
-        "fsdp1": ("--fsdp-version", 1, "--sharding-strategy", "SHARD_GRAD_OP", "--test-batch-size", 1),
-        "fsdp1 recomputing": ("--fsdp-version", 1, "--activation-checkpointing"),
-        "fsdp1 without prefetch": ("--fsdp-version", 1, "--backward-prefetch", "none"),
-        "fsdp1 late prefetch": ("--fsdp-version", 1, "--backward-prefetch", "post"),
-        "fsdp2": ("--fsdp-version", 2, "--sharding-strategy", "SHARD_GRAD_OP", "--test-batch-size", 1),
-        "fsdp2 without prefetch": ("--fsdp-version", 2, "--backward-prefetch", "none"),
-        "one article": ("--num-validation-samples", 1),
-    }
-    whole = ("--micro-batch-size", GLOBAL_BATCH)
-    train("t5_fsdp.py", {name: (*whole, *flags) for name, flags in settings.items()}, 2)
-    for name in settings:
-        count = 1 if name == "one article" else HELD_OUT
-        check_curves(tmp_path / name, train_t5_plainly(tiny_model, articles_csv, count))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("processes, versions", [(1, (1,)), (2, VERSIONS)])
-def test_t5_in_low_precision_is_close(train, tiny_model, articles_csv, processes, versions, tmp_path):
-    """With gradient accumulation, and also on one process, where FSDP1 shards nothing."""
-    settings = {}
-    for version, precision in itertools.product(versions, ("bf16", "bf16-reduce", "grad-bf16")):
-        settings[f"fsdp{version} {precision}"] = ("--fsdp-version", version, "--precision", precision)
-    train("t5_fsdp.py", settings, processes)
-    for name in settings:
-        check_low_precision(tmp_path / name, train_t5_plainly(tiny_model, articles_csv))
 
 
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
 LM = (*SMALL, "--lr", 5e-3, "--weight-decay", 0.5, "--max-steps", STEPS, "--no-save-model")
+LM = (*LM, "--num-validation-texts", 1)
+LM_ROWS = {name: ("--sharding-strategy", name) for name in LM_STRATEGIES}
+LM_ROWS["_HYBRID_SHARD_ZERO2"] += ("--activation-checkpointing", "--cpu-offload")
+LM_ROWS["SHARD_GRAD_OP"] += ("--gradient-sync", "last")
 
 
 @functools.cache
 def train_lm_plainly(model_folder, texts, processes=1):
     args = parse("lm_multinode.py", *LM, "--dataset", texts, "--global-batch-size", GLOBAL_BATCH, "--seed", SEED)
-    model, tokenizer = (kind.from_pretrained(model_folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
-    return train_lm(model, tokenizer, args, size=processes)[0]
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    return train_lm(model, AutoTokenizer.from_pretrained(model_folder), args, size=processes)[0]
 
 
-@two_and_long(1, 3, 4)
+@pytest.mark.parametrize("processes", [2, long(1), long(3), long(4)])
 def test_the_lm_equals_a_plain_loop(train, tiny_llama, texts, processes, tmp_path):
     shards = 2 if processes == 4 else 1
-    settings = {name: ("--sharding-strategy", name, "--shards-per-replica", shards) for name in LM_STRATEGIES}
-    settings["recomputing and offloading"] = ("--activation-checkpointing", "--cpu-offload")
-    settings["reduced once"] = ("--gradient-sync", "last")
-    train("lm_multinode.py", settings, processes, change=["record_shards"])
-    for name, flags in settings.items():
+    rows = {name: (*flags, "--shards-per-replica", shards) for name, flags in LM_ROWS.items()}
+    train("lm_multinode.py", rows, processes, change=["record_shards"])
+    for name, flags in rows.items():
         # Each of 3 processes has two of six streams.
         check_curves(tmp_path / name, train_lm_plainly(tiny_llama, texts, 3 if processes == 3 else 1))
         assert set(read_shards(tmp_path / name)["offloaded"]) <= {"--cpu-offload" in flags}, name
@@ -159,56 +124,41 @@ def test_the_lm_equals_a_plain_loop(train, tiny_llama, texts, processes, tmp_pat
 
 
 @pytest.mark.long
-def test_the_lm_in_one_large_micro_batch_in_bf16_and_in_auto_which_is_fp32_on_a_cpu(train, tiny_llama, texts, tmp_path):
-    settings = {name: ("--precision", name) for name in ("auto", "bf16")}
-    settings["large"] = ("--micro-batch-size", GLOBAL_BATCH)
-    train("lm_multinode.py", settings, 2)
-    check_curves(tmp_path / "large", train_lm_plainly(tiny_llama, texts))
+def test_bf16_is_close_and_auto_is_fp32_on_a_cpu(train, tiny_llama, texts, tiny_model, articles_csv, tmp_path):
+    """In bf16, losses stay within two percent of the plain ones, but differ from them, so the flag did something."""
+    auto = ("--precision", "auto", "--device", "cpu")
+    train("lm_multinode.py", {"auto": auto, "lm bf16": ("--precision", "bf16")}, 2)
     check_curves(tmp_path / "auto", train_lm_plainly(tiny_llama, texts))
-    check_low_precision(tmp_path / "bf16", train_lm_plainly(tiny_llama, texts))
-
-
-@pytest.mark.long
-def test_the_seed_alone_decides_the_first_weights_of_a_built_in_model(train, tmp_path):
-    first = {}  # the validation losses before training, one for each seed
-    for processes in (1, 3):
-        runs = {f"{processes} {seed}": ("--model", "tiny", "--max-steps", 1, "--seed", seed) for seed in (1, 2)}
-        train("lm_multinode.py", runs, processes)
-        first[processes] = [curve(tmp_path / name, "val_loss")[0] for name in runs]
-    assert first[3] == pytest.approx(first[1], **CLOSE)
-    assert abs(first[1][0] - first[1][1]) > 1e-3
+    rows = {}
+    for version, precision in itertools.product(VERSIONS, ("bf16", "bf16-reduce", "grad-bf16")):
+        rows[f"t5 fsdp{version} {precision}"] = ("--fsdp-version", version, "--precision", precision)
+    train("t5_fsdp.py", rows, 2)
+    for folder in (tmp_path / name for name in ("lm bf16", *rows)):
+        is_lm = folder.name.startswith("lm")
+        plain = train_lm_plainly(tiny_llama, texts) if is_lm else train_t5_plainly(tiny_model, articles_csv)
+        assert curve(folder) == pytest.approx(plain[0], rel=0.02), folder
+        assert curve(folder, "val_loss") == pytest.approx(plain[2], rel=0.02), folder
+        assert curve(folder) != pytest.approx(plain[0], abs=1e-6), folder
 
 
 # ---- transformers' own trainers --------------------------------------------------------------------------------------
-EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2}  # two cannot divide three
-
-
-@two_and_long(1)
-@pytest.mark.parametrize("kind", ["dense", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("experts", "T5"))])
-def test_transformers_own_trainer_learns_the_same(
-    train, kind, processes, tiny_llama, texts, tiny_model, articles_csv, tmp_path
-):
+@pytest.mark.parametrize("script", ["lm_multinode.py", long("t5_fsdp.py")])
+def test_transformers_own_trainer_learns_the_same(train, script, tiny_llama, texts, tiny_model, articles_csv, tmp_path):
     """transformers shards the model and gets the same samples, in other micro-batches."""
-    script, model = "lm_multinode.py", tiny_llama
-    if kind == "T5":
-        script, model = "t5_fsdp.py", tiny_model
-    elif kind == "experts":
-        model = make_llama(tmp_path / "experts", MixtralConfig, **EXPERTS)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if kind == "T5":
-        steps = t5_ordered(t5_samples(t5_articles(articles_csv)[0], tokenizer, *LENGTHS), GLOBAL_BATCH, seed=SEED)
-        samples = list(itertools.chain.from_iterable(steps[:STEPS]))
+    if script == "t5_fsdp.py":
+        model, decay = tiny_model, ()
+        samples = t5_samples(t5_articles(articles_csv)[0], AutoTokenizer.from_pretrained(model), *LENGTHS)
+        samples = list(itertools.chain.from_iterable(t5_ordered(samples, GLOBAL_BATCH, seed=SEED)[:STEPS]))
     else:
+        model, decay = tiny_llama, ("--weight-decay", 0.1)  # as in tests/oracle.py
         args = parse(script, *LM, "--dataset", texts, "--global-batch-size", GLOBAL_BATCH, "--seed", SEED)
-        samples = lm_samples(args, tokenizer, STEPS)
-    decay = () if kind == "T5" else ("--weight-decay", 0.1)  # as in tests/oracle.py
-    train(script, {"ours": ("--model", model, *decay)}, processes)
+        samples = lm_samples(args, AutoTokenizer.from_pretrained(model), STEPS)
+    train(script, {"ours": decay}, 2)
 
     task = {"model": str(model), "samples": samples, "batch_size": GLOBAL_BATCH, "micro_batch_size": 3, "log_every": 1}
     task["rates"] = curve(tmp_path / "ours", "lr")
     (tmp_path / "task.json").write_text(json.dumps(task))
-    settings = {tmp_path / "theirs": [tmp_path / "task.json"]}
-    run_many("tests/oracle.py", settings, processes if processes > 1 else None, CUDA_VISIBLE_DEVICES="")
+    run_many("tests/oracle.py", {tmp_path / "theirs": [tmp_path / "task.json"]}, 2, CUDA_VISIBLE_DEVICES="")
     check_curves(tmp_path / "ours", [curve(tmp_path / "theirs")])
     assert curve(tmp_path / "ours", "grad_norm") == pytest.approx(curve(tmp_path / "theirs", "grad_norm"), rel=1e-3)
 
@@ -266,27 +216,26 @@ def epochs_of(folder):
 
 
 @pytest.mark.parametrize("network", ["shallow", "xpu"])
-@two_and_long(3, 4)
+@pytest.mark.parametrize("processes", [2, long(3), long(4)])
 def test_mnist_equals_a_plain_loop(train, processes, network, tmp_path):
     """Three processes cannot divide 100 test images, nor the weights. A saved model has the score that was reported."""
     script, shared, tolerance = "mnist_fsdp.py", ("--model", "shallow", "--lr", RATES[network]), AFTER_ADAM
     if network == "xpu":
         script, shared, tolerance = "mnist_fsdp_xpu.py", ("--gamma", 0.5, "--lr", RATES[network]), CLOSE
-    else:
-        train(script, {"local": (*shared, "--mode", "local", "--save-model")}, None, change=["no_dropout"])
-    settings = {"small units": (*shared, "--min-num-params", 2000, "--test-batch-size", 21)}
+    elif processes == 2:
+        train(script, {"local": (*shared, "--save-model")}, None, change=["no_dropout"])
+    rows = {"small units": (*shared, "--min-num-params", 2000, "--test-batch-size", 21)}
     for version in VERSIONS:
         saving = "--save-model" if version in SAVE_ON_CPU else "--no-save-model"
-        settings[f"fsdp{version}"] = (*shared, "--fsdp-version", version, saving)
-    train(script, settings, processes, change=["no_dropout"])
+        rows[f"fsdp{version}"] = (*shared, "--fsdp-version", version, saving)
+    train(script, rows, processes, change=["no_dropout"])
 
-    plain = train_mnist_plainly(network)
     for folder in tmp_path.iterdir():
-        assert epochs_of(folder) == [pytest.approx(row, **tolerance) for row in plain], folder
-    saved = list(tmp_path.rglob("*.safetensors"))
-    assert len(saved) == len(SAVE_ON_CPU) + (network == "shallow")
-    for path in saved:
-        model = NETWORKS[network]().eval()
-        model.load_state_dict(load_file(path))
-        folder = path.parent if network == "xpu" else path.parents[1]
-        assert score(model) == pytest.approx(epochs_of(folder)[-1][1:], **CLOSE), path
+        plain = [pytest.approx(row, **tolerance) for row in train_mnist_plainly(network)]
+        assert epochs_of(folder) == plain, folder
+        for saved in folder.rglob("*.safetensors"):
+            model = NETWORKS[network]().eval()
+            model.load_state_dict(load_file(saved))
+            assert score(model) == pytest.approx(epochs_of(folder)[-1][1:], **CLOSE), saved
+    num_saved = len(SAVE_ON_CPU) + (tmp_path / "local").exists()
+    assert len(list(tmp_path.rglob("*.safetensors"))) == num_saved

@@ -1,17 +1,18 @@
 """Whatever ends a run, --resume continues it as if it had never stopped: losses are the same to the bit, or up to
-rounding on another number of processes."""
+rounding on another number of processes. It refuses what would not be the same run."""
 
 import json
 import os
 import shutil
-import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import (
     AFTER_ADAM,
     SMALL,
     curve,
+    long,
     losses,
     make_llama,
     make_model,
@@ -19,65 +20,20 @@ from conftest import (
     needs_peft,
     records,
     run_many,
-    started,
     write_csv,
 )
 from shared import patched
 from test_errors import refuse
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from inside import UserError, builtin_article, check_settings, parse
+from inside import builtin_article
 
-LM_STEPS = 6
-LM = (*SMALL, "--max-steps", LM_STEPS, "--validate-every", 3, "--checkpoint-every", 2, "--num-validation-texts", 20)
-DILOCO = ("--sharding-strategy", "DILOCO", "--local-steps", 3)
-
-# 64 articles in batches of 16 make 4 steps an epoch, with one checkpoint inside each epoch and one at its end.
-T5_STEPS = 8
-T5 = (
-    *("--num-train-samples", 64, "--global-batch-size", 16, "--epochs", 2, "--log-every", 1, "--checkpoint-every", 3),
-    *("--max-target-length", 15, "--sharding-strategy", "SHARD_GRAD_OP"),  # no summary is longer
-    *("--precision", "fp32"),
-)
-
-
-def launch(script, *flags, processes=2, check=True, **options):
-    return run_many(script, [flags], processes, check=check, **options)
-
-
-@pytest.fixture(scope="module")
-def lm(tiny_llama):
-    return ["--model", tiny_llama, *LM]
-
-
-@pytest.fixture(scope="module")
-def lm_whole(lm, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lm")
-    launch("lm_multinode.py", *lm, "--output-dir", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def t5(articles_csv, tmp_path_factory):
-    model = make_model(tmp_path_factory.mktemp("dropout"), dropout_rate=0.1)
-    return ["--model", model, "--dataset", articles_csv, *T5]
-
-
-@pytest.fixture(scope="module")
-def t5_whole(t5, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("t5")
-    launch("t5_fsdp.py", *t5, "--no-save-model", "--output-dir", folder)
-    return folder
-
-
-def results(folder, since=-1):
-    """The losses and validation losses after step `since`. If a step ran twice, the last loss counts."""
-    values = {}
-    for row in records(folder, "step"):
-        for name in ("loss", "val_loss"):
-            if name in row and row["step"] > since:
-                values[name, row["step"]] = row[name]
-    return values
+LM_SCRIPT = "lm_multinode.py"
+T5_SCRIPT = "t5_fsdp.py"
+LM = (*SMALL, "--max-steps", 6, "--validate-every", 3, "--num-validation-texts", 1, "--micro-batch-size", 4)
+# 64 articles in batches of 16 make 4 steps an epoch.
+T5 = ("--num-train-samples", 64, "--global-batch-size", 16, "--epochs", 2, "--log-every", 1, "--precision", "fp32")
+T5 = (*T5, "--max-target-length", 15)  # no summary is longer
 
 
 def checkpoint(folder, step):
@@ -88,354 +44,251 @@ def finished_checkpoints(folder):
     return sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoints/*/progress.json"))
 
 
-def progress(folder, step):
-    """What a checkpoint holds besides tensors and flags."""
-    content = json.loads((checkpoint(folder, step) / "progress.json").read_text())
-    return {name: value for name, value in content.items() if name != "settings"}
+def results(folder):
+    """The losses and validation losses of each step. If a step ran twice, the last loss counts."""
+    values = {}
+    for row in records(folder, "step"):
+        for name in ("loss", "val_loss"):
+            if name in row:
+                values[name, row["step"]] = row[name]
+    return values
 
 
-def check_resume(script, flag_lists, root, processes=2, **options):
-    """With each list of flags, a run resumes from its last checkpoint but one as if it had never stopped."""
-    settings = {root / str(index): (*flags, "--no-save-model") for index, flags in enumerate(flag_lists)}
-    run_many(script, settings, processes, **options)
-    whole = {}
-    for folder in settings:
-        _, last = finished_checkpoints(folder)
-        whole[folder] = results(folder), progress(folder, last)
-        shutil.rmtree(checkpoint(folder, last))
-    run_many(script, {folder: (*settings[folder], "--resume") for folder in settings}, processes, **options)
-    for folder in settings:
-        *_, last = finished_checkpoints(folder)
-        assert (results(folder), progress(folder, last)) == whole[folder]
+@pytest.fixture
+def flags_of(articles_csv, texts, tmp_path):
+    """A function that makes a model, and returns the flags of a run."""
+
+    def make(script, dropout):
+        if script == T5_SCRIPT:
+            return (*T5, "--dataset", articles_csv, "--model", make_model(tmp_path / "model", dropout_rate=dropout))
+        return (*LM, "--dataset", texts, "--model", make_llama(tmp_path / "model", attention_dropout=dropout))
+
+    return make
 
 
-def test_a_run_that_is_killed_twice_loses_nothing(lm, lm_whole, tmp_path):
-    """First after an update, then in a save: its shards are written, but not the file that finishes a checkpoint."""
-    flags = (*lm, "--resume", "--no-save-model", "--output-dir", tmp_path)
-    finished = launch("lm_multinode.py", *flags, change=("signal_in_step", 1, 4), check=False)
-    assert finished.returncode != 0
-    assert list(losses(tmp_path)) == [1, 2, 3]
-
-    finished = launch("lm_multinode.py", *flags, change=("kill_in_save", 0, 1), check=False)
-    assert finished.returncode != 0
-    assert list(checkpoint(tmp_path, 4).glob("*.distcp"))
-    assert finished_checkpoints(tmp_path) == [2]
-
-    launch("lm_multinode.py", *flags)
-    assert results(tmp_path) == results(lm_whole)
-    assert finished_checkpoints(tmp_path) == [4, 6]  # the newest two
+# ---- Chains of runs, each of which is ended and then continues -------------------------------------------------------
+KILL = ("signal_in_step", 1, 4)  # of rank 1, after its fourth update
+KILL_IN_SAVE = ("kill_in_save", 2)  # in its second save: shards are written, but not the file that finishes them
 
 
-@pytest.mark.parametrize("script, step", [("lm_multinode.py", 3), ("t5_fsdp.py", 3), ("t5_fsdp.py", 7)])
-def test_sigterm_to_one_process_saves_and_exits_with_code_0(script, step, lm, lm_whole, t5, t5_whole, tmp_path):
-    """T5 is stopped at the end of an epoch, before the validation: the resumed run validates first."""
-    flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_whole)
-    flags = (*flags, "--checkpoint-every", 0, "--no-save-model", "--output-dir", tmp_path)
-    finished = launch(script, *flags, change=("signal_in_step", 1, step, "SIGTERM"))
-    assert "--resume" in finished.stdout
-    assert finished_checkpoints(tmp_path) == [step + 1]  # ranks are asked before a step
-
-    launch(script, *flags, "--resume")
-    assert curve(tmp_path, "loss") == curve(whole, "loss")  # no step ran twice
-    assert results(tmp_path) == results(whole)
+def stop(step):
+    """A SIGTERM to rank 0 in the step before. Ranks are asked before a step, and all save after it."""
+    return ("signal_in_step", 0, step - 1, "SIGTERM")
 
 
-def test_replicas_on_two_nodes_resume_with_the_same_dropout(lm, tmp_path):
-    model = make_llama(tmp_path / "model", attention_dropout=0.1)
-    flags = (*lm, "--model", model, "--sharding-strategy", "HYBRID_SHARD", "--num-processes", 2)  # on each node
-    check_resume("lm_multinode.py", [flags], tmp_path, processes=4, per_node=2)
+# The script, or a recipe for it, its flags and dropout; then for each run of the chain: its number of processes, what
+# ends it, and its last checkpoint.
+CHAINS = {
+    "lm": (LM_SCRIPT, ("--checkpoint-every", 2), 0.1, [(2, KILL_IN_SAVE, 2), (2, None, 6)]),
+    "lm, other numbers": (LM_SCRIPT, (), 0.0, [(2, stop(2), 2), (4, stop(2), 4), (1, None, 4)]),
+    "t5": (T5_SCRIPT, ("--max-steps", 6), 0.1, [(2, stop(3), 3), (2, None, 3)]),
+}
+LONG_CHAINS = {
+    # Six streams
+    "lm, three": (LM_SCRIPT, ("--global-batch-size", 24), 0.0, [(3, stop(2), 2), (2, stop(2), 4), (6, None, 4)]),
+    "lm, two nodes": (LM_SCRIPT, ("--sharding-strategy", "HYBRID_SHARD"), 0.1, [(4, stop(4), 4), (4, None, 4)]),
+    "t5, other numbers": (T5_SCRIPT, ("--checkpoint-every", 3), 0.0, [(2, KILL, 3), (4, stop(4), 7), (1, None, 8)]),
+    # First it ends after an epoch, before the validation that is due.
+    "t5, fsdp1": (T5_SCRIPT, ("--fsdp-version", 1), 0.1, [(2, stop(4), 4), (2, stop(3), 7), (2, None, 7)]),
+    "t5-fp16": (T5_SCRIPT, ("--precision", "fp16"), 0.1, [(2, stop(3), 3), (2, None, 3)]),
+    "lora, lm": (LM_SCRIPT, (), 0.1, [(2, stop(3), 3), (2, None, 3)]),
+    "lora, t5": (T5_SCRIPT, (), 0.1, [(2, stop(3), 3), (2, None, 3)]),
+}
+LONG = [
+    long(name, marks=[pytest.mark.long, needs_peft] if "lora" in name else pytest.mark.long) for name in LONG_CHAINS
+]
 
 
-@pytest.mark.long
-def test_diloco_replicas_resume_between_synchronizations(lm, tmp_path):
-    """Each replica keeps its own weights. The script refuses another mesh, strategy or outer optimizer."""
-    script = patched(tmp_path / "copy", "lm-diloco") / "lm_multinode.py"
-    check_resume(script, [(*lm, *DILOCO)], tmp_path, processes=4, per_node=2)
-    flags = (*lm, *DILOCO, "--resume", "--output-dir", tmp_path / "0")
-    for changed_flag, word in {
-        ("--outer-lr", 0.5): "--outer-lr 0.7",
-        ("--shards-per-replica", 4): "DILOCO",
-        ("--sharding-strategy", "FULL_SHARD"): "checkpoint",
-    }.items():
-        refuse(script, *flags, *changed_flag, words=[word], processes=4, per_node=2)
+@pytest.mark.parametrize("name", [*CHAINS, *LONG])
+def test_a_chain_of_runs_equals_one_run(name, flags_of, tmp_path):
+    script, flags, dropout, chain = (CHAINS | LONG_CHAINS)[name]
+    flags = (*flags_of(script, dropout), *flags, "--no-save-model", "--resume")
+    recipe = name.partition(",")[0]
+    if recipe not in ("lm", "t5"):
+        script = patched(tmp_path / "copy", recipe) / script
+    per_node = 2 if name == "lm, two nodes" else None
+    run_many(script, {tmp_path / "whole": flags}, chain[0][0], per_node=per_node)
+    for processes, end, last_checkpoint in chain:
+        is_killed = end in (KILL, KILL_IN_SAVE)
+        options = {"change": end or (), "check": not is_killed, "per_node": per_node}
+        finished = run_many(script, {tmp_path / "chain": flags}, processes, **options)
+        assert (finished.returncode != 0) == is_killed
+        assert [0, *finished_checkpoints(tmp_path / "chain")][-1] == last_checkpoint
+
+    expected = results(tmp_path / "whole")
+    if len({processes for processes, *_ in chain}) > 1:
+        expected = {key: pytest.approx(value, **AFTER_ADAM) for key, value in expected.items()}
+    assert results(tmp_path / "chain") == expected
 
 
-@pytest.mark.parametrize("processes", [4, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_another_number_of_processes_continues_with_the_same_losses(
-    script, processes, lm, lm_whole, tiny_model, articles_csv, tmp_path
-):
-    """Two processes saved it. No flag is needed, and the micro-batch may be smaller. T5 resumes inside an epoch."""
-    whole, step, flags = lm_whole, 4, lm
-    if script == "t5_fsdp.py":
-        whole, step = tmp_path / "whole", 6
-        flags = ("--model", tiny_model, "--dataset", articles_csv, *T5)
-        launch(script, *flags, "--no-save-model", "--output-dir", whole)
-    resumed = tmp_path / "resumed"
-    shutil.copytree(checkpoint(whole, step), checkpoint(resumed, step))
-    flags = (*flags, "--resume", "--no-save-model", "--output-dir", resumed)
-    launch(script, *flags, "--micro-batch-size", 3, processes=processes)
-    assert min(losses(resumed)) == step + 1
-    expected = results(whole, since=step)
-    assert results(resumed) == {key: pytest.approx(value, **AFTER_ADAM) for key, value in expected.items()}
+# ---- What may change, and what may not -------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def saved(articles_csv, tiny_model, texts, tmp_path_factory):
+    """The flags and the output folder of a run of each script that has a checkpoint."""
+    root = tmp_path_factory.mktemp("saved")
+    flags = {
+        LM_SCRIPT: (*LM, "--max-steps", 2, "--validate-every", 0, "--global-batch-size", 24, "--dataset", texts),
+        T5_SCRIPT: (*T5, "--max-steps", 2, "--dataset", articles_csv, "--model", tiny_model),
+    }
+    runs = {}
+    for script in flags:
+        runs[script] = (*flags[script], "--no-save-model", "--checkpoint-every", 2), root / script
+        run_many(script, {root / script: runs[script][0]}, 2)
+    return runs
 
 
-@pytest.mark.long
-def test_processes_that_do_not_divide_the_streams_are_refused(lm, tmp_path):
-    """A batch of 24 has eight streams on two processes."""
-    flags = (*lm, "--global-batch-size", 24, "--output-dir", tmp_path)
-    launch("lm_multinode.py", *flags, "--no-save-model")
-    flags = (*flags, "--resume", "--max-steps", LM_STEPS + 1)
-    refuse("lm_multinode.py", *flags, words=["3 processes", "8 streams"], processes=3)
+def test_a_finished_run_exports_and_can_be_extended(saved, tmp_path):
+    """The strategy and the settings of the optimizer may change. A weight decay counts from the first update on."""
+    flags, folder = saved[LM_SCRIPT]
+    flags = (*flags, "--resume")
+    for name in ("exporting", "longer", "decaying"):
+        shutil.copytree(folder, tmp_path / name)
+    run_many(LM_SCRIPT, {tmp_path / "exporting": (*flags, "--save-model")}, 1)
+    assert curve(tmp_path / "exporting") == curve(folder)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exporting" / "model")
+
+    flags = (*flags, "--max-steps", 4, "--lr", 1e-3, "--sharding-strategy", "NO_SHARD")
+    run_many(LM_SCRIPT, {tmp_path / "longer": flags, tmp_path / "decaying": (*flags, "--weight-decay", 50)}, 2)
+    longer, decaying = losses(tmp_path / "longer"), losses(tmp_path / "decaying")
+    assert list(longer) == [1, 2, 3, 4] and max(curve(tmp_path / "longer", "lr")[2:]) < 1e-3
+    assert longer[3] == decaying[3] and abs(longer[4] - decaying[4]) > 1e-4
 
 
-@pytest.mark.long
-def test_a_finished_run_can_be_extended(lm, lm_whole, tmp_path):
-    """Learning rate, precision and strategy may change. Only the new steps are trained."""
-    shutil.copytree(checkpoint(lm_whole, LM_STEPS), checkpoint(tmp_path, LM_STEPS))
-    flags = (*lm, "--resume", "--max-steps", 9, "--lr", 1e-4, "--warmup-steps", 0, "--precision", "bf16")
-    launch("lm_multinode.py", *flags, "--sharding-strategy", "NO_SHARD", "--output-dir", tmp_path)
-    rates = curve(tmp_path, "lr")
-    assert list(losses(tmp_path)) == [7, 8, 9] and 1e-4 > rates[0] > rates[1] > rates[2] == pytest.approx(1e-5)
-
-
-def test_t5_resumes_with_dropout_in_the_second_epoch(t5, tmp_path):
-    check_resume("t5_fsdp.py", [(*t5, "--fsdp-version", version) for version in (1, 2)], tmp_path)
-    rates = {row["epoch"]: row["lr"] for row in records(tmp_path / "0", "loss")}
-    assert rates == {1: pytest.approx(1e-3), 2: pytest.approx(0.8e-3)}  # the default --gamma
-
-
-def test_the_best_model_stays_the_best_after_a_resume(t5, tmp_path):
-    """A resumed run first validates, and saves if need be, the model that the run before has ended with."""
-    flags = (*t5, "--epochs", 1, "--lr", 5, "--checkpoint-every", 1000, "--resume", "--output-dir", tmp_path)
-    launch("t5_fsdp.py", *flags, "--max-steps", 1, "--no-save-model")
-    assert not (tmp_path / "best").exists()
-    launch("t5_fsdp.py", *flags, "--max-steps", 2)
-    launch("t5_fsdp.py", *flags, "--max-steps", 3)
-    _, *values = curve(tmp_path, "val_loss")
-    best, again, worse, worse_again, worst = values
-    assert best == again < worse == worse_again and best < worst
-
-    finished = launch("t5_fsdp.py", *flags, "--max-steps", 3)
-    assert "from step 3 of 3" in finished.stdout and len(losses(tmp_path)) == 3
-    launch("t5_fsdp.py", *flags, "--max-steps", 1, "--output-dir", tmp_path / "one")
-    exported = [(folder / "best" / "model.safetensors").read_bytes() for folder in (tmp_path, tmp_path / "one")]
-    assert exported[0] == exported[1]
-
-
-def test_only_folders_named_step_and_digits_are_checkpoints(t5, t5_whole, tmp_path):
-    """Runs do not resume from other folders, and do not delete them."""
-    start = shutil.copytree(checkpoint(t5_whole, T5_STEPS), checkpoint(tmp_path, T5_STEPS))
-    kept = ("best", "step-9999999-best", "step-")
-    for name in kept:
-        (start.parent / name).mkdir()
-        (start.parent / name / "progress.json").touch()
-    checkpoint(tmp_path, 11).mkdir()  # half-written
-    older = start.parent / "step-7"  # numbers decide, not names
-    older.mkdir()
-    (older / "progress.json").touch()
-    (start.parent / "notes.txt").touch()
-
-    flags = (*t5, "--checkpoint-every", 1, "--no-run-validation", "--no-save-model", "--resume")
-    flags = (*flags, "--output-dir", tmp_path, "--max-steps")
-    run_many("t5_fsdp.py", [(*flags, 9), (*flags, 10)], 2)
-    assert list(losses(tmp_path)) == [9, 10]
-    names = {path.name for path in start.parent.iterdir()}
-    assert names == {*kept, "notes.txt", "step-0000009", "step-0000010"}
-
-
-@pytest.mark.parametrize("micro_batch, only_gradient", [(9, False), (13, True)])
-def test_a_loss_or_gradient_that_is_not_finite_stops_all_and_is_not_saved(micro_batch, only_gradient, lm, tmp_path):
-    """The loss is in step 3, the gradient in step 4, which has a finite loss. The save of step 4 notices either."""
-    flags = (*lm, "--log-every", 10, "--output-dir", tmp_path)
-    change = ("infinite_loss", 1, micro_batch, True, only_gradient)
-    refuse("lm_multinode.py", *flags, words=["--lr"], processes=2, change=change)
-    assert finished_checkpoints(tmp_path) == [2]
-
-
-@pytest.mark.long
-def test_a_validation_loss_that_is_not_finite_is_not_saved(t5, tmp_path):
-    flags = (*t5, "--checkpoint-every", 1000, "--output-dir", tmp_path)
-    refuse("t5_fsdp.py", *flags, words=["--lr"], change=("infinite_loss", 0, 2, False))
-    assert curve(tmp_path, "val_loss") and not (tmp_path / "best").exists()
-
-
-@pytest.mark.long
-def test_ctrl_c_saves_and_ends_with_code_130(lm, tmp_path):
-    """A terminal sends it to all processes, also to the one that started the others."""
-    flags = [*lm, "--max-steps", 10**6, "--checkpoint-every", 0, "--no-save-model", "--output-dir", tmp_path]
-    with started("lm_multinode.py", *flags, stderr=subprocess.STDOUT) as running:
-        printed = ""
-        for line in running.stdout:
-            printed += line
-            if line.startswith("step") and "| loss" in line:
-                break
-        os.killpg(running.pid, signal.SIGINT)
-        printed += running.communicate()[0]
-    assert running.returncode == 130, printed
-    assert "Traceback" not in printed
-    [saved] = finished_checkpoints(tmp_path)
-    assert max(losses(tmp_path)) == saved
-
-
-def test_rows_may_be_reordered_or_elsewhere_but_not_changed(t5, tmp_path):
-    """Some rows have the same text, and some are equal. The resumed run reads another file."""
-    dataset = tmp_path / "articles.csv"
-    rows = [builtin_article(index // 3) | {"headline": f"Peel {index % 2}."} for index in range(200)]
-    write_csv(dataset, rows)
-    flags = (*t5, "--dataset", dataset, "--resume", "--no-save-model", "--output-dir")
-    launch("t5_fsdp.py", *flags, tmp_path / "whole")
-    shutil.copytree(checkpoint(tmp_path / "whole", 6), checkpoint(tmp_path / "again", 6))
+def test_another_run_is_refused(saved, texts, articles_csv, tmp_path):
+    make_tokenizer(tmp_path / "tokenizer")
+    lines = texts.read_text().splitlines(keepends=True)
+    (tmp_path / "texts.jsonl").write_text("".join(reversed(lines)))
+    (tmp_path / "texts").mkdir()
+    for index in (0, 1):
+        (tmp_path / f"texts/{index}.jsonl").write_text("".join(lines[index::2]))
+    rows = [builtin_article(index) for index in range(200)]
     moved = write_csv(tmp_path / "moved.csv", rows[::-1])
-    launch("t5_fsdp.py", *flags, tmp_path / "again", "--dataset", moved)
-    assert results(tmp_path / "again") == results(tmp_path / "whole", since=6)
+    changed = write_csv(tmp_path / "changed.csv", [*rows[:7], rows[7] | {"headline": "Fry it."}, *rows[8:]])
+    edited = patched(tmp_path / "copy") / LM_SCRIPT
+    edited.write_text(edited.read_text().replace('"tiny": (128, 352,', '"tiny": (128, 320,'))
+    for script, changed_flags, word in (
+        (LM_SCRIPT, ("--seed", 2), "seed"),
+        (LM_SCRIPT, ("--tokenizer", tmp_path / "tokenizer"), "tokenizer"),
+        (LM_SCRIPT, ("--dataset", tmp_path / "texts.jsonl"), "dataset"),
+        (LM_SCRIPT, ("--dataset", tmp_path / "texts"), "dataset"),
+        (edited, (), "config"),
+        (T5_SCRIPT, ("--max-target-length", 14), "max_target_length"),
+        (T5_SCRIPT, ("--dataset", changed), "dataset"),
+    ):
+        flags, folder = saved[Path(script).name]
+        flags = (*flags, "--resume", *changed_flags, "--output-dir", folder)
+        refuse(script, *flags, words=[word, "not the same as"])
 
-    rows[7] = rows[7] | {"headline": "Fry 1."}
-    write_csv(dataset, rows)
-    refuse("t5_fsdp.py", *flags, tmp_path / "again", words=["--dataset", "has changed"], processes=2)
+    flags, folder = saved[LM_SCRIPT]  # it has eight streams
+    flags = (*flags, "--max-steps", 3, "--resume", "--output-dir", folder)
+    refuse(LM_SCRIPT, *flags, words=["divides 8", "on 3"], processes=3)
+    flags, folder = saved[T5_SCRIPT]  # rows may be elsewhere, and in another order
+    run_many(T5_SCRIPT, {folder: (*flags, "--resume", "--dataset", moved)}, 1)
 
 
-@pytest.mark.parametrize("has_tokenizer", [False, True])
-@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_a_resumed_run_keeps_its_tokenizer(script, has_tokenizer, articles_csv, tiny_model, tiny_llama, tmp_path):
+@pytest.mark.parametrize("script", [LM_SCRIPT, T5_SCRIPT])
+def test_a_resumed_run_keeps_its_tokenizer(script, saved, tmp_path):
     """Trained again or loaded again, it could be another one. A mark shows that the checkpoint's is used."""
-    flags = ("--dataset", articles_csv, "--no-run-validation", "--max-source-length", 16)
-    flags += ("--model", tiny_model) if has_tokenizer else ()
-    if script == "lm_multinode.py":
-        flags = ("--validate-every", 0, *(("--tokenizer", tiny_llama) if has_tokenizer else ()))
-    flags = (*flags, "--checkpoint-every", 1, "--resume", "--output-dir", tmp_path, "--max-steps")
-    run_many(script, [(*flags, 1)], 1)
-    config = checkpoint(tmp_path, 1) / "tokenizer_config.json"
+    flags, folder = saved[script]
+    shutil.copytree(folder, tmp_path / "run")
+    config = checkpoint(tmp_path / "run", 2) / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_max_length": 77}))
-    run_many(script, [(*flags, 2)], 1)
-    [exported] = [*tmp_path.glob("model"), *tmp_path.glob("best")]
+    flags = (*flags, "--max-steps", 4, "--save-model", "--no-run-validation", "--resume")
+    flags = tuple(flag for flag in flags if script == T5_SCRIPT or flag != "--no-run-validation")
+    run_many(script, {tmp_path / "run": flags}, 1)
+    [exported] = [*tmp_path.glob("run/model"), *tmp_path.glob("run/best")]
     assert AutoTokenizer.from_pretrained(exported).model_max_length == 77
 
 
-@pytest.mark.long
-def test_a_damaged_checkpoint_is_one_sentence_and_the_one_before_resumes(lm, lm_whole, tmp_path):
-    shutil.copytree(lm_whole / "checkpoints", tmp_path / "checkpoints")
-    flags = (*lm, "--no-save-model", "--resume", "--output-dir", tmp_path)
-    newest = checkpoint(tmp_path, 6)
-    for path in sorted(newest.glob("*.distcp")):
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
-        refuse("lm_multinode.py", *flags, words=["checkpoint"], processes=2)
-        path.unlink()
-        refuse("lm_multinode.py", *flags, words=["checkpoint", path.name], processes=2)
-        path.write_bytes(content)
-
-    shutil.rmtree(newest)
-    launch("lm_multinode.py", *flags)
-    assert results(tmp_path) == results(lm_whole, since=4)
-
-
-# A run does not resume if one of these flags has another value.
-MATCHED = {
-    "lm_multinode.py": "model tokenizer seq_length global_batch_size seed",
-    "t5_fsdp.py": "model num_train_samples num_validation_samples max_source_length max_target_length"
-    " global_batch_size seed",
-}
-
-
-@pytest.mark.parametrize("script", MATCHED)
-def test_a_run_resumes_only_if_its_flags_match(script, lm, lm_whole, t5, t5_whole):
-    flags, whole = (lm, lm_whole) if script == "lm_multinode.py" else (t5, t5_whole)
-    for name in [None, *MATCHED[script].split()]:
-        args = parse(script, *flags, "--resume", "--output-dir", whole)
-        if name is None:
-            check_settings(script, args)
-            continue
-        assert hasattr(args, name)
-        setattr(args, name, "another value")
-        with pytest.raises(UserError, match=f"with --{name.replace('_', '-')} "):
-            check_settings(script, args)
-
-
-def test_the_optimizer_has_the_settings_of_this_run_and_the_model_those_of_the_checkpoint(lm, tiny_llama, tmp_path):
-    """A changed weight decay counts after a resume, from the first update on. A changed config is refused."""
-    model = shutil.copytree(tiny_llama, tmp_path / "model")
-    flags = (*lm, "--model", model, "--no-save-model", "--output-dir")
-    launch("lm_multinode.py", *flags, tmp_path / "whole")
-    shutil.copytree(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path / "again", 4))
-    launch("lm_multinode.py", *flags, tmp_path / "again", "--resume", "--weight-decay", 50)
-    whole, again = losses(tmp_path / "whole"), losses(tmp_path / "again")
-    assert again[5] == whole[5] and abs(again[6] - whole[6]) > 1e-4
-
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"num_attention_heads": 2, "head_dim": 16}))
-    refuse("lm_multinode.py", *flags, tmp_path / "again", "--resume", words=["config of --model"], processes=2)
-
-
-@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_a_failed_export_loses_nothing(script, lm, t5, tmp_path):
-    """A file is in the place of the model's folder. The resumed run saves the model and makes no step."""
-    flags, folder = (
-        ((*lm, "--max-steps", 2), "model") if script == "lm_multinode.py" else ((*t5, "--epochs", 1), "best")
-    )
-    flags = (*flags, "--output-dir", tmp_path)
-    (tmp_path / folder).touch()
-    refuse(script, *flags, words=[f"cannot save the model to {tmp_path / folder}", "--resume"], processes=2)
-    steps = losses(tmp_path)
-    assert finished_checkpoints(tmp_path)[-1] == max(steps)
-
-    (tmp_path / folder).unlink()
-    launch(script, *flags, "--resume")
-    assert losses(tmp_path) == steps and len(curve(tmp_path)) == len(steps)
-    assert list((tmp_path / folder).glob("*.safetensors"))
-
-
-def test_an_export_replaces_an_older_model_and_no_other_file(lm, tmp_path):
-    """All its files have the same mode."""
-    model = tmp_path / "model"
-    model.mkdir()
-    old = {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
-    old |= {"adapter_model.safetensors", "adapter_config.json"}
-    kept = {"README.md", "base_model.safetensors", "model_2.safetensors", "model.py", "adapter_notes.md"}
-    for name in old | kept:
-        (model / name).touch()
-    make_tokenizer(tmp_path / "tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    tokenizer.chat_template = {"default": "", "tools": ""}
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    tokenizer.save_pretrained(model)  # it stores one template in a folder
-    flags = (*lm, "--tokenizer", tmp_path / "tokenizer", "--max-steps", 1, "--checkpoint-every", 0)
-    flags = (*flags, "--output-dir", tmp_path)
-    launch("lm_multinode.py", *flags, processes=1)
-
-    names = {path.name for path in model.iterdir()}
-    assert not names & old and kept < names
-    assert len({path.stat().st_mode for path in model.iterdir() if path.is_file()}) == 1
-    AutoModelForCausalLM.from_pretrained(model)
+def test_only_folders_named_step_and_seven_digits_are_checkpoints(saved, tmp_path):
+    """Runs do not resume from other folders, and do not delete them."""
+    flags, folder = saved[LM_SCRIPT]
+    start = shutil.copytree(checkpoint(folder, 2), checkpoint(tmp_path, 2))
+    kept = {"best", "step-9999999-best", "step-7"}
+    for name in kept:
+        (start.parent / name).mkdir()
+        (start.parent / name / "progress.json").touch()
+    checkpoint(tmp_path, 9).mkdir()  # half-written
+    run_many(LM_SCRIPT, {tmp_path: (*flags, "--max-steps", 4, "--checkpoint-every", 1, "--resume")}, 1)
+    assert list(losses(tmp_path)) == [3, 4]
+    assert {path.name for path in start.parent.iterdir()} == {*kept, "step-0000003", "step-0000004"}
 
 
 @pytest.mark.long
-def test_a_killed_export_leaves_no_mixture_of_two_models(lm, tmp_path):
-    """Old weights are removed before new ones arrive. The next run writes everything."""
-    flags = (*lm, "--max-steps", 1, "--checkpoint-every", 0, "--output-dir", tmp_path)
-    launch("lm_multinode.py", *flags, processes=1)
-    weights = tmp_path / "model" / "model.safetensors"
-    content = weights.read_bytes()
-    launch("lm_multinode.py", *flags, processes=1, check=False, change=("kill_in_export", 2))
-    assert (weights.parent / ".partial" / weights.name).read_bytes() == content
-    with pytest.raises(OSError, match="no file"):
-        AutoModelForCausalLM.from_pretrained(weights.parent)
-    launch("lm_multinode.py", *flags, processes=1)
-    assert weights.read_bytes() == content
+def test_a_damaged_checkpoint_is_one_sentence(saved, tmp_path):
+    flags, folder = saved[LM_SCRIPT]
+    shutil.copytree(folder, tmp_path / "run")
+    [path, *_] = sorted(checkpoint(tmp_path / "run", 2).glob("*.distcp"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    flags = (*flags, "--resume", "--output-dir", tmp_path / "run")
+    refuse(LM_SCRIPT, *flags, words=["checkpoint"], processes=2)
+    path.unlink()
+    refuse(LM_SCRIPT, *flags, words=["checkpoint", path.name], processes=2)
+
+
+# ---- What is saved ---------------------------------------------------------------------------------------------------
+# The rank and its micro-batch, whether it trains, whether only the gradient is infinite; and what has been saved.
+@pytest.mark.parametrize(
+    "script, change, saved_steps",
+    [
+        (LM_SCRIPT, (1, 7, True, True), [2]),  # in step 4, which has a finite loss
+        long(LM_SCRIPT, (1, 5, True), [2]),  # in step 3, which is not printed
+        long(T5_SCRIPT, (0, 2, False), [2, 4]),  # in the second validation
+    ],
+)
+def test_what_is_not_finite_stops_all_and_is_not_saved(script, change, saved_steps, flags_of, tmp_path):
+    run = tmp_path / "run"
+    flags = (*flags_of(script, 0.0), "--checkpoint-every", 2, "--log-every", 10, "--output-dir", run)
+    refuse(script, *flags, words=["--lr"], processes=2, change=("infinite_loss", *change))
+    assert finished_checkpoints(run) == saved_steps and not (run / "best").exists()
 
 
 @pytest.mark.long
-def test_the_loss_scale_of_fp16_resumes(t5, tmp_path):
-    copy = patched(tmp_path / "copy", "t5-fp16")
-    flag_lists = [(*t5, "--fsdp-version", version, "--precision", "fp16") for version in (1, 2)]
-    check_resume(copy / "t5_fsdp.py", flag_lists, tmp_path)
-    assert progress(tmp_path / "0", T5_STEPS)["scaler"]["_growth_tracker"] > 0  # the scaler counts steps
+def test_the_best_model_stays_the_best_after_a_resume(tiny_model, articles_csv, tmp_path):
+    """A resumed run first validates, and saves if need be, the model that the run before has ended with."""
+    flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--lr", 5, "--checkpoint-every", 9, "--resume")
+    run_many(T5_SCRIPT, {tmp_path / "one": (*flags, "--max-steps", 1)}, 2)
+    weights = (tmp_path / "one" / "best" / "model.safetensors").read_bytes()
+    for steps, saving in ((1, "--no-save-model"), (2, "--save-model"), (3, "--save-model")):
+        run_many(T5_SCRIPT, {tmp_path / "three": (*flags, "--max-steps", steps, saving)}, 2)
+    _, best, again, worse, worse_again, worst = curve(tmp_path / "three", "val_loss")
+    assert best == again < worse == worse_again and best < worst
+    assert (tmp_path / "three" / "best" / "model.safetensors").read_bytes() == weights
 
 
-@needs_peft
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["t5-lora", "lm-lora"])
-def test_adapters_resume(name, t5, lm, tmp_path):
-    """Most weights are frozen. T5 uses FSDP1."""
-    script, flags = ("lm_multinode.py", lm) if name == "lm-lora" else ("t5_fsdp.py", (*t5, "--fsdp-version", 1))
-    check_resume(patched(tmp_path / "copy", name) / script, [flags], tmp_path)
+@pytest.mark.parametrize(
+    "script, place",
+    [(LM_SCRIPT, "link"), (T5_SCRIPT, "link"), long(LM_SCRIPT, "mount")],
+)
+def test_a_killed_export_is_repeated_and_leaves_other_files(script, place, tiny_llama, saved, tmp_path):
+    """The model's folder is a link or a mount point, with an older model. It is filled, not renamed. In between, no
+    mixture of two models can be loaded: old weights are removed first, and new ones come last."""
+    kind, name = (AutoModelForCausalLM, "model") if script == LM_SCRIPT else (AutoModelForSeq2SeqLM, "best")
+    flags, folder = saved[script]
+    shutil.copytree(folder, tmp_path / "run")
+    model = tmp_path / "run" / name
+    if place == "link":
+        shutil.copytree(tiny_llama, tmp_path / "elsewhere")
+        model.symlink_to(tmp_path / "elsewhere")
+    else:
+        model.mkdir()
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "none", model], capture_output=True, text=True)
+        if mounted.returncode != 0:
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(mounted.stderr)
+        shutil.copytree(tiny_llama, model, dirs_exist_ok=True)
+    (model / "notes.txt").touch()
+    try:
+        flags = (*flags, "--save-model", "--resume")
+        finished = run_many(script, {tmp_path / "run": flags}, 1, change=("kill_in_export",), check=False)
+        assert finished.returncode != 0
+        with pytest.raises(OSError, match="no file"):
+            kind.from_pretrained(model)
+
+        run_many(script, {tmp_path / "run": flags}, 1)
+        kind.from_pretrained(model)
+        assert curve(tmp_path / "run") == curve(folder)  # it makes no step
+        assert (model.is_symlink() or model.is_mount()) and (model / "notes.txt").exists()
+        assert len({path.stat().st_mode for path in model.iterdir()}) == 1
+    finally:
+        if place == "mount":
+            subprocess.run(["umount", model], check=True)

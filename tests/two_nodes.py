@@ -10,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -19,52 +21,45 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 CABLE = "eth0"  # the interface's name on both nodes
 
 
-class NoNamespacesError(Exception):
-    """This machine cannot have two nodes. The message gives the reason."""
-
-
 @contextlib.contextmanager
 def two_nodes():
-    """Yield two nodes. When the block ends, they and all their processes are gone. Raises NoNamespacesError."""
+    """Yield two nodes. When the block ends, they and all their processes are gone. Raises OSError or CalledProcessError
+    if this machine cannot have them."""
     # The process id keeps apart tests that run at the same time.
     names = [f"node{node}-{os.getpid()}" for node in (0, 1)]
     with contextlib.ExitStack() as stack:
         # By default, SIGTERM (from `timeout`, for example) would end this process without cleaning up.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)))
-        try:
-            for name in names:
-                settings = Path("/etc/netns", name)  # `ip netns exec` mounts these files over /etc
-                settings.mkdir(parents=True)
-                stack.callback(shutil.rmtree, settings)
-                hosts = [f"{address} node{node}\n" for node, address in enumerate(ADDRESSES)]
-                (settings / "hosts").write_text("127.0.0.1 localhost\n" + "".join(hosts))
-                (settings / "resolv.conf").touch()  # no name server: no other name resolves
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "delete", name)  # which deletes its end of the cable
-            # Create both ends inside the namespaces. Outside, they would need two unused names.
-            ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
-            for name, address in zip(names, ADDRESSES, strict=True):
-                ip("-netns", name, "address", "add", f"{address}/24", "dev", CABLE)
-                ip("-netns", name, "link", "set", "lo", "up")
-                ip("-netns", name, "link", "set", CABLE, "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-            raise NoNamespacesError(f"network namespaces cannot be made here ({reason})") from error
-        nodes = TwoNodes(names, stack.enter_context(tempfile.TemporaryDirectory()))
+        for name in names:
+            settings = Path("/etc/netns", name)  # `ip netns exec` mounts these files over /etc
+            settings.mkdir(parents=True)
+            stack.callback(shutil.rmtree, settings)
+            hosts = [f"{address} node{node}\n" for node, address in enumerate(ADDRESSES)]
+            (settings / "hosts").write_text("127.0.0.1 localhost\n" + "".join(hosts))
+            (settings / "resolv.conf").touch()  # no name server: no other name resolves
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "delete", name)  # which deletes its end of the cable
+        # Create both ends inside the namespaces. Outside, they would need two unused names.
+        ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-netns", name, "address", "add", f"{address}/24", "dev", CABLE)
+            ip("-netns", name, "link", "set", "lo", "up")
+            ip("-netns", name, "link", "set", CABLE, "up")
+        nodes = TwoNodes(names)
         stack.callback(nodes.kill)
         yield nodes
 
 
 def ip(*arguments):
     """Run iproute2's `ip`."""
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(["ip", *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 class TwoNodes:
     """Starts processes on the nodes."""
 
-    def __init__(self, names, folder):
-        self.names, self.folder = names, folder
+    def __init__(self, names):
+        self.names = names
 
     def torchrun(self, script, *arguments, options=(), timeout=300):
         """Run a real cluster's command, with two processes on each node; gloo listens on the address of the host name.
@@ -74,25 +69,22 @@ class TwoNodes:
         torchrun += [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", 2]
         torchrun += ["--rdzv_id", 1, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:29500", *options]
         torchrun += [ROOT / script, *arguments]
-        processes = []
+        commands = []
         for node, name in enumerate(self.names):
             name_and_run = 'hostname "$0"; exec "$@"'  # each exec replaces the one before it
             inside = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", name_and_run, f"node{node}"]
-            # Files, not pipes: one pipe could fill up while another is read.
-            with open(f"{self.folder}/stdout{node}", "w") as stdout, open(f"{self.folder}/stderr{node}", "w") as stderr:
-                processes.append(subprocess.Popen([*inside, *map(str, torchrun)], stdout=stdout, stderr=stderr))
+            commands.append([*inside, *map(str, torchrun)])
 
-        deadline = time.monotonic() + timeout
-        try:
-            for process in processes:
-                process.wait(max(0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.kill()
-        finished = []
-        for node, process in enumerate(processes):
-            texts = [Path(self.folder, f"{stream}{node}").read_text() for stream in ("stdout", "stderr")]
-            finished.append(subprocess.CompletedProcess(process.args, process.wait(), *texts))
-        return finished
+        timer = threading.Timer(timeout, self.kill)
+        timer.start()
+        with ThreadPoolExecutor() as pool:
+            try:
+                return list(pool.map(partial(subprocess.run, capture_output=True, text=True), commands))
+            except BaseException:
+                self.kill()
+                raise
+            finally:
+                timer.cancel()
 
     def kill(self):
         """Kill every process on the nodes, also torchrun's workers, which have their own sessions."""
