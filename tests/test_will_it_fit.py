@@ -17,174 +17,119 @@ from conftest import ROOT, make_model, make_tokenizer, needs_peft, run_many
 from shared import patched
 from step_time import GPUS
 from test_models import CAUSAL, LENGTH
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from will_it_fit import find_fastest, gpu_dropout, short, traced
+from will_it_fit import main as ask
 
 from inside import LM_STRATEGIES, T5_STRATEGIES, lm_mfu_per_token_per_second
 
 pytestmark = pytest.mark.long
 
 TOOL = "tests/benchmarks/will_it_fit.py"
-GPU = Namespace(vocabulary=32_000, per_node=8, attention="gpu")
 STEPS = ("--max-steps", 3, "--no-save-model", "--precision", "fp32")
 LM = (*STEPS, "--seq-length", 128, "--micro-batch-size", 4, "--num-validation-texts", 3)
 T5 = (*STEPS, "--no-run-validation", "--num-train-samples", 64, "--global-batch-size", 4)
 T5 = (*T5, "--max-source-length", 16, "--max-target-length", 8)  # every article and summary is cut to these lengths
-ZERO2 = ("--sharding-strategy", "SHARD_GRAD_OP")
-CASES = (
-    ("--precision", "bf16", "--activation-checkpointing", "--global-batch-size", 8),
-    ("--sharding-strategy", "_HYBRID_SHARD_ZERO2", "--shards-per-replica", 1, "--global-batch-size", 16),
-    ("--gradient-sync", "last", "--global-batch-size", 16),
-)
+FOUR_ON_TWO_NODES = ("--num-processes", 4, "--processes-per-node", 2, "--vocabulary", 2048)
 
 
-def test_dropout_on_a_gpu_keeps_one_byte_per_value():
-    kept = []
-    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
-        values = torch.empty(1000, dtype=torch.bfloat16, requires_grad=True)
-        assert will_it_fit.gpu_dropout(values, 0.1, training=False) is values
-        assert will_it_fit.gpu_dropout(values, 0.1).dtype == torch.bfloat16
-    assert [tensor.nbytes for tensor in kept] == [1000]
+def cost_of(*flags):
+    with traced("lm_multinode.py", *flags) as run:
+        return run.cost()
 
 
-@pytest.mark.parametrize(
-    ("flags", "measured"),
-    [(("bf16",), 0.0865), (("bf16", "--activation-checkpointing"), 0.1089), (("fp32",), 0.1714)],
-)
-def test_the_predicted_time_is_that_of_an_h100(flags, measured):
-    """Checks the rows of docs/results.md in which the GPU was busy. The shares are fitted to the first and the last."""
-    llama = ("--model", "150m", "--seq-length", 1024, "--micro-batch-size", 16, "--global-batch-size", 16)
-    options = Namespace(vocabulary=6666, per_node=8, attention="gpu")
-    flags = (*llama, "--num-processes", 1, "--precision", *flags)
-    with will_it_fit.traced("lm_multinode.py", flags, options) as run:
-        kernels = run.cost()["kernels"]
-        per_token = run.script.mfu_per_token_per_second(
-            Namespace(peak_tflops=1, seq_length=1024), run.world, run.script.make_meta_model(run.config)
-        )
-    assert kernels.seconds == pytest.approx(measured, rel=0.05)
-    assert not kernels.host_may_be_the_limit
-    # The tool's MFU counts the same FLOPs as the script's: recomputed layers count once.
-    assert kernels.model_flops == pytest.approx(1e12 * per_token * 16 * 1024, rel=0.01)
-
-
+# ---- Memory ----------------------------------------------------------------------------------------------------------
 def check(script, settings, processes, tmp_path):
     """Run the script with each list of flags. The prediction for a CPU must equal what rank 0 held."""
     runs = {tmp_path / str(index): flags for index, flags in enumerate(settings)}
     run_many(script, runs, processes, change=("record_peak",))
     for folder, flags in runs.items():
         held = json.loads((folder / "peak-0.json").read_text())
-        options = Namespace(vocabulary=held["vocabulary"], per_node=processes, attention="cpu")
-        with will_it_fit.traced(script, [*flags, "--num-processes", processes], options) as run:
+        own = ("--num-processes", processes, "--vocabulary", held["vocabulary"], "--attention", "cpu")
+        with traced(script, *flags, *own) as run:
             assert run.peak() == pytest.approx(held["peak"], rel=0.01), flags
 
 
-def cost_of(*flags, options=GPU):
-    with will_it_fit.traced("lm_multinode.py", flags, options) as run:
-        return run.cost()
-
-
 def test_the_prediction_is_what_a_real_step_holds(tmp_path):
-    """The first case has one micro-batch. The others have two, and keep shards of gradients, or whole gradients."""
-    check("lm_multinode.py", [(*LM, *more) for more in CASES], 2, tmp_path)
-
-
-def test_the_prediction_is_what_other_models_hold(tmp_path):
-    """Two shards cannot divide Mixtral's three experts equally. GPT-2 ties its output layer."""
-    tiny = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tiny |= {"vocab_size": 1024, "num_key_value_heads": 4}
-    experts = MixtralConfig(**tiny, num_local_experts=3, num_experts_per_tok=2)
-    gpt2 = GPT2Config(vocab_size=1024, n_embd=128, n_layer=2, n_head=4)
-    settings = []
-    for config in (experts, gpt2):
-        folder = tmp_path / config.model_type
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        make_tokenizer(folder)
-        flags = ("--model", folder, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2)
-        settings.append((*LM, *flags, "--seq-length", 32, "--micro-batch-size", 1, "--global-batch-size", 8))
+    """The first run has one micro-batch. The next two have two, and keep shards of gradients, or whole gradients. The
+    last one's model ties its output layer."""
+    gpt2 = tmp_path / "gpt2"
+    config = GPT2Config(vocab_size=1024, n_embd=128, n_layer=2, n_head=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(gpt2)
+    make_tokenizer(gpt2)
+    settings = [
+        (*LM, "--global-batch-size", 16, "--precision", "bf16", "--activation-checkpointing"),
+        (*LM, "--global-batch-size", 32, "--sharding-strategy", "_HYBRID_SHARD_ZERO2", "--shards-per-replica", 2),
+        (*LM, "--global-batch-size", 32, "--gradient-sync", "last"),
+        (*LM, "--model", gpt2, "--seq-length", 32, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2),
+    ]
     check("lm_multinode.py", settings, 4, tmp_path)
 
 
 def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv, tmp_path):
     """The first run has micro-batches of 4 and 2. The second has an untied output layer, as in FLAN-T5."""
     tiny = (*T5, "--model", tiny_model, "--dataset", articles_csv)
-    grad_bf16 = ("--precision", "grad-bf16", "--global-batch-size", 12)
+    zero2 = ("--sharding-strategy", "SHARD_GRAD_OP", "--precision", "grad-bf16", "--global-batch-size", 12)
     flan = ("--model", make_model(tmp_path / "flan", is_tied=False, tie_word_embeddings=False))
     settings = [
-        (*tiny, *grad_bf16, *ZERO2, "--micro-batch-size", 4),
+        (*tiny, *zero2, "--micro-batch-size", 4),
         (*tiny, *flan, "--precision", "bf16", "--micro-batch-size", 1),
         (*T5, "--activation-checkpointing", "--backward-prefetch", "none"),
     ]
     check("t5_fsdp.py", settings, 2, tmp_path)
 
 
-def test_the_vocabulary_is_that_of_the_tokenizer(tiny_llama):
-    flags = ("--model", "tiny", "--tokenizer", tiny_llama)
-    with will_it_fit.traced("lm_multinode.py", flags, GPU) as run:
-        assert 400 < run.config.vocab_size < 1000
-    with will_it_fit.traced("lm_multinode.py", flags[:2], GPU) as run:
-        assert run.config.vocab_size == 32_000
+@needs_peft
+def test_frozen_weights_have_no_gradients(tiny_llama, tmp_path):
+    script = patched(tmp_path / "copy", "lora") / "lm_multinode.py"
+    check(script, [(*LM, "--model", tiny_llama, "--global-batch-size", 16)], 2, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        *(("lm_multinode.py", (4, "--sharding-strategy", strategy)) for strategy in LM_STRATEGIES),
-        ("lm_multinode.py", (2, "--sharding-strategy", "HYBRID_SHARD", "--gradient-sync", "last", "--cpu-offload")),
-        ("t5_fsdp.py", (4, "--sharding-strategy", "SHARD_GRAD_OP")),
-        ("t5_fsdp.py", (2, "--precision", "grad-bf16")),
-    ],
-)
-def test_three_micro_batches_predict_a_step_of_many(script, flags, monkeypatch):
-    """18 samples leave a rest after micro-batches of 4. T5 counts the tokens of a step, which takes a little time."""
-    options = Namespace(vocabulary=2048, per_node=2, attention="gpu")
-    flags = ("--num-processes", 4, "--global-batch-size", 72, "--micro-batch-size", *flags)
-    predicted = []
-    with will_it_fit.traced(script, flags, options) as run:
-        for most in (will_it_fit.MOST_TRACED, 99):
-            monkeypatch.setattr(will_it_fit, "MOST_TRACED", most)
-            cost = run.cost()
-            kernels = cost["kernels"]
-            exact = [cost[key] for key in ("peak", "tokens", "batch", "at")] + [kernels.count, kernels.forward_flops]
-            predicted.append((exact, [cost["inside"], cost["between"], kernels.seconds * 1e9]))
-    assert predicted[0][0] == predicted[1][0]
-    assert predicted[0][1] == pytest.approx(predicted[1][1], rel=1e-9 if script == "lm_multinode.py" else 1e-4)
+def test_dropout_on_a_gpu_keeps_one_byte_per_value():
+    kept = []
+    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        values = torch.empty(1000, dtype=torch.bfloat16, requires_grad=True)
+        assert gpu_dropout(values, 0.1, training=False) is values
+        assert gpu_dropout(values, 0.1).dtype == torch.bfloat16
+    assert [tensor.nbytes for tensor in kept] == [1000]
 
 
-def test_a_folder_with_a_config_suffices(tmp_path):
-    """FLOPs count only the experts that a token uses. mT5 and UMT5 do not tie the output layer."""
+def test_a_folder_with_a_config_suffices(tiny_llama, tmp_path):
+    """mT5 and UMT5 do not tie the output layer. A row of MODELS has the vocabulary of --tokenizer."""
     for name, config in CAUSAL.items():
-        if name == "jetmoe":  # its routing reads values, which fake tensors do not have
-            continue
         config.save_pretrained(tmp_path / name)
-        flags = ("--model", tmp_path / name, "--seq-length", LENGTH, "--num-processes", 4)
-        with will_it_fit.traced("lm_multinode.py", flags, GPU) as run:
-            kernels = run.cost()["kernels"]
-        if name == "mixtral":
-            model = run.script.make_meta_model(run.config)
-            per_token = lm_mfu_per_token_per_second(Namespace(peak_tflops=1, seq_length=LENGTH), run.world, model)
-            assert kernels.model_flops == pytest.approx(1e12 * per_token * 4 * 4 * LENGTH, rel=0.01)
-
+        assert cost_of("--model", tmp_path / name, "--seq-length", LENGTH)["peak"] > 0
     for kind in ("t5", "mt5", "umt5"):
         shape = {"vocab_size": 1024, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "decoder_start_token_id": 0}
         AutoConfig.for_model(kind, **shape).save_pretrained(tmp_path / kind)
-        with will_it_fit.traced("t5_fsdp.py", ("--model", tmp_path / kind), GPU) as run:
-            assert (run.model.lm_head.weight is run.model.shared.weight) == (kind == "t5")
+        with traced("t5_fsdp.py", "--model", tmp_path / kind, build=False) as run:
+            assert (run.meta_model.lm_head.weight is run.meta_model.shared.weight) == (kind == "t5")
+    for tokenizer, least, most in (("", 32_000, 32_000), (tiny_llama, 400, 1000)):
+        with traced("lm_multinode.py", "--tokenizer", tokenizer, build=False) as run:
+            assert least <= run.config.vocab_size <= most
 
 
-@needs_peft
-@pytest.mark.parametrize("name", ["t5-lora", "lm-lora"])
-def test_frozen_weights_have_no_gradients(name, tiny_model, tiny_llama, articles_csv, tmp_path):
-    copy = patched(tmp_path / "copy", name)
-    if name == "lm-lora":
-        check(copy / "lm_multinode.py", [(*LM, "--model", tiny_llama, "--global-batch-size", 16)], 2, tmp_path)
-    else:
-        check(copy / "t5_fsdp.py", [(*T5, "--model", tiny_model, "--dataset", articles_csv)], 2, tmp_path)
+@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
+def test_a_smaller_micro_batch_never_needs_more_memory(script):
+    """Up to 2%, under each strategy, with 8 samples for each of 8 processes on two nodes. But several micro-batches
+    keep shards of gradients from one to the next, which a single one may not have at its peak."""
+    flags = ("--num-processes", 8, "--processes-per-node", 4, "--global-batch-size", 64, "--activation-checkpointing")
+    sizes = ("--seq-length", 64) if script == "lm_multinode.py" else ("--max-source-length", 32)
+    for strategy in LM_STRATEGIES if script == "lm_multinode.py" else T5_STRATEGIES:
+        peaks = []
+        for size in (8, 2, 1):
+            with traced(script, *flags, *sizes, "--sharding-strategy", strategy, "--micro-batch-size", size) as run:
+                peaks.append(run.peak())
+                gradients = sum(parameter.to_local().nbytes for parameter in run.model.parameters())
+        peaks[0] += gradients
+        assert all(smaller <= 1.02 * larger for larger, smaller in itertools.pairwise(peaks)), strategy
 
 
+# ---- Bytes that are sent, and time -----------------------------------------------------------------------------------
 def test_what_is_sent_is_what_the_formulas_say():
     """The formulas are in docs/multi-node.md. Here are two micro-batches in bf16, on two nodes of two processes."""
-    options = Namespace(vocabulary=2048, per_node=2, attention="gpu")
-    flags = ("--precision", "bf16", "--num-processes", 4, "--global-batch-size", 32, "--sharding-strategy")
-    with will_it_fit.traced("lm_multinode.py", [*flags, "FULL_SHARD"], options) as run:
+    flags = (*FOUR_ON_TWO_NODES, "--precision", "bf16", "--global-batch-size", 32)
+    with traced("lm_multinode.py", *flags) as run:
         whole, layers = (sum(p.numel() for p in part.parameters()) for part in (run.model, run.model.model.layers))
     once, twice, reduced = 2 * whole, 2 * 2 * (whole + layers), 4 * whole
     # Inside a node, and between nodes. One of the two processes of a node sends to the other node.
@@ -199,123 +144,122 @@ def test_what_is_sent_is_what_the_formulas_say():
         "NO_SHARD": [3 / 4 * reduced] * 2,
     }
     for strategy, sent in expected.items():
-        cost = cost_of(*flags, *strategy.split(), options=options)
+        cost = cost_of(*flags, "--sharding-strategy", *strategy.split())
         assert [cost["inside"], cost["between"]] == pytest.approx(sent, rel=0.01), strategy
 
 
-@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_a_smaller_micro_batch_never_needs_more_memory(script):
-    """Up to 2%, under each strategy, with 8 samples for each of 8 processes on two nodes. But several micro-batches
-    keep shards of gradients from one to the next, which a single one may not have at its peak."""
-    options = Namespace(vocabulary=2048, per_node=4, attention="gpu")
-    flags = ("--global-batch-size", 64, "--num-processes", 8, "--activation-checkpointing")
-    sizes = ("--seq-length", 64) if script == "lm_multinode.py" else ("--max-source-length", 32)
-    for strategy in LM_STRATEGIES if script == "lm_multinode.py" else T5_STRATEGIES:
-        peaks = []
-        for size in (8, 2, 1):
-            more = ("--sharding-strategy", strategy, "--micro-batch-size", size)
-            with will_it_fit.traced(script, (*flags, *sizes, *more), options) as run:
-                peaks.append(run.peak())
-                gradients = sum(parameter.to_local().nbytes for parameter in run.model.parameters())
-        peaks[0] += gradients
-        assert all(smaller <= 1.02 * larger for larger, smaller in itertools.pairwise(peaks)), strategy
+@pytest.mark.parametrize(
+    ("flags", "measured"),
+    [(("bf16",), 0.0865), (("bf16", "--activation-checkpointing"), 0.1089), (("fp32",), 0.1714)],
+)
+def test_the_predicted_time_is_that_of_an_h100(flags, measured):
+    """Checks the rows of docs/results.md in which the GPU was busy. The shares are fitted to the first and the last."""
+    llama = ("--model", "150m", "--vocabulary", 6666, "--seq-length", 1024)
+    one_step = ("--num-processes", 1, "--micro-batch-size", 16, "--global-batch-size", 16)
+    with traced("lm_multinode.py", *llama, *one_step, "--precision", *flags, build=False) as run:
+        per_token = lm_mfu_per_token_per_second(Namespace(peak_tflops=1, seq_length=1024), run.world, run.meta_model)
+        run.build()
+        kernels = run.cost()["kernels"]
+    assert kernels.seconds == pytest.approx(measured, rel=0.05)
+    assert not kernels.host_may_be_the_limit
+    # The tool's MFU counts the same FLOPs as the script's: recomputed layers count once.
+    assert kernels.model_flops == pytest.approx(1e12 * per_token * 16 * 1024, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        *(("lm_multinode.py", (4, "--sharding-strategy", strategy)) for strategy in LM_STRATEGIES),
+        ("lm_multinode.py", (2, "--sharding-strategy", "HYBRID_SHARD", "--gradient-sync", "last", "--cpu-offload")),
+        ("t5_fsdp.py", (4, "--sharding-strategy", "SHARD_GRAD_OP", "--precision", "grad-bf16")),
+    ],
+)
+def test_three_micro_batches_predict_a_step_of_many(script, flags, monkeypatch):
+    """18 samples leave a rest after micro-batches of 4. T5 counts the tokens of a step, which takes a little time."""
+    predicted = []
+    with traced(script, *FOUR_ON_TWO_NODES, "--global-batch-size", 72, "--micro-batch-size", *flags) as run:
+        for most in (will_it_fit.MOST_TRACED, 99):
+            monkeypatch.setattr(will_it_fit, "MOST_TRACED", most)
+            cost = run.cost()
+            kernels = cost["kernels"]
+            exact = [cost[key] for key in ("peak", "tokens", "batch", "at")] + [kernels.count, kernels.forward_flops]
+            predicted.append((exact, [cost["inside"], cost["between"], kernels.seconds * 1e9]))
+    assert predicted[0][0] == predicted[1][0]
+    assert predicted[0][1] == pytest.approx(predicted[1][1], rel=1e-9 if script == "lm_multinode.py" else 1e-4)
+
+
+# ---- What is printed and drawn ---------------------------------------------------------------------------------------
 def test_what_is_printed_and_the_largest_batch():
-    tiny = ("--model", "tiny", "--num-processes", 4)
+    four = ("lm_multinode.py", "--num-processes", 4)
     two_nodes = ("--processes-per-node", 2, "--network-gbits", 1, "--device-gib", 1)
-    kinds = {size: cost_of(*tiny, "--micro-batch-size", size)["kinds"] for size in (1, 4)}
-    # A step has 16 sequences on 4 processes. Micro-batches of 1 accumulate, in shards.
-    assert kinds[1]["gradients"] == pytest.approx(kinds[1]["parameters"], rel=0.3)
-    assert kinds[1]["activations and buffers"] < kinds[4]["activations and buffers"]
     settings = [("--sweep", "micro-batch-size=1,4"), ("--sweep", "sharding-strategy", *two_nodes), ("--cpu-offload",)]
     settings.append(("--device", "cuda", "--compile", *two_nodes))  # neither --device nor --compile is traced
-    printed = run_many(TOOL, [["lm_multinode.py", *tiny, *flags] for flags in settings]).stdout
+    printed = run_many(TOOL, [[*four, *flags] for flags in settings]).stdout
     assert max(map(len, printed.splitlines())) <= 110
     assert printed.count("the host, which starts") == 4  # the model is tiny
     assert re.findall(r"^\| (\w+) .*\| +(4 x 4\S*)", printed, re.M) == [("1", "4 x 4,"), ("4", "4 x 4")]
     offloaded, compiled = (dict(re.findall(r"^ *(.+?)  +(.+)", text, re.M)) for text in printed.split("yes: ")[3:])
     assert offloaded["parameters"] == offloaded["optimizer state"] == "0.00 GiB"  # they are in the CPU's memory
     assert f"yes: a process needs {compiled['peak'].split(',')[0]}" in printed
-    assert compiled["a step"] == "4 processes x 4 sequences of 128 tokens"
+    assert compiled["processes x samples"] == "4 x 4 sequences of 128 tokens"
     least, _, most, *_ = compiled["a step takes"].split()
     parts = [float(part.split()[-2]) for part in compiled["parts"].split(", ")]
     assert [max(parts), sum(parts)] == pytest.approx([float(least), float(most)], rel=0.01)
     assert float(least) * float(compiled["at most"].split()[0].replace(",", "")) == pytest.approx(16 * 128, rel=0.01)
     # The network is slow, so the strategy that sends the least between nodes is the fastest.
     assert re.findall(r"^\| (\w+) .*<-", printed, re.M) == ["4", "_HYBRID_SHARD_ZERO2"]
-    with will_it_fit.traced("lm_multinode.py", ["--num-processes", 4], GPU) as run:
-        largest = run.largest_batch(0.9 * 2**30)
-        assert compiled["largest micro-batch"].startswith(f"{largest} samples")
-        assert largest > 4 and re.search(rf"^\| FULL_SHARD .* {largest} \|", printed, re.M)
-        for size in (largest, largest + 1):
-            run.set_batch(size)
-            assert (run.peak() <= 0.9 * 2**30) == (size == largest)  # a tenth stays free
-
-
-def test_the_first_word_is_yes_or_no_and_a_no_names_the_flags_that_make_it_fit():
-    peaks = [cost_of("--num-processes", 4, "--micro-batch-size", size)["peak"] / 2**30 for size in (1, 4)]
-    question = ["lm_multinode.py", "--num-processes", 4, "--device-gib", sum(peaks) / 2 / 0.9]
-    no = run_many(TOOL, [question]).stdout
-    flags = re.search("^it fits with (.+)", no, re.M)[1].split()
-    assert no.startswith("no: ") and "--micro-batch-size" in flags and "--cpu-offload" not in flags
-    largest = int(flags[-1])  # twice as many do not fit
-    answers = run_many(TOOL, [[*question, *flags[:-1], size] for size in (largest, 2 * largest)]).stdout
-    assert re.findall("^(yes|no): ", answers, re.M) == ["yes", "no"]
-    assert answers.count("for --seq-length 128, the default\n") == 2
+    largest = int(compiled["largest micro-batch"].partition(",")[0])
+    assert largest > 4 and re.search(rf"^\| FULL_SHARD .* {largest} \|", printed, re.M)
+    batches = [("--micro-batch-size", size, "--global-batch-size", 4 * size) for size in (largest, largest + 1)]
+    answers = run_many(TOOL, [[*four, *two_nodes, *batch] for batch in batches]).stdout
+    assert re.findall("^(yes|no): ", answers, re.M) == ["yes", "no"]  # a tenth of 1 GiB stays free
 
 
 def test_the_table_of_what_fits_has_the_first_strategy_that_fits():
     """Memory between the peaks of two strategies fits one. On one node each hybrid equals another strategy."""
-    question = ("--model", "150m", "--seq-length", 64, "--global-batch-size", 32)
+    question = ("--seq-length", 64, "--global-batch-size", 32)
     peaks = {}
     for count, strategy in (1, "NO_SHARD"), (4, "SHARD_GRAD_OP"), (4, "FULL_SHARD"), (16, "HYBRID_SHARD"):
-        flags = (*question, "--num-processes", count, "--sharding-strategy", strategy)
-        with will_it_fit.traced("lm_multinode.py", flags, GPU) as run:
+        flags = (*question, "--model", "150m", "--num-processes", count, "--sharding-strategy", strategy)
+        with traced("lm_multinode.py", *flags) as run:
             peaks[count, strategy] = peak = run.peak() / 2**30
             assert run.least() / 2**30 < peak
     gibs = {case: 1.01 * peak / 0.9 for case, peak in peaks.items()}
     machines = [f"{count}x{gib}" for (count, _), gib in gibs.items()]
-    flags = [*question[2:], "--sweep", "model=150m", "--hardware", *machines, f"4x{0.9 * gibs[4, 'FULL_SHARD']}"]
+    flags = [*question, "--sweep", "model=150m", "--hardware", *machines, f"4x{0.9 * gibs[4, 'FULL_SHARD']}"]
     [row] = re.findall(r"^\| 150m +\| (.+) \|", run_many(TOOL, [["lm_multinode.py", *flags]]).stdout, re.M)
-    cells = [f"{will_it_fit.short(peak)} {strategy}" for (_, strategy), peak in peaks.items()]
+    cells = [f"{short(peak)} {strategy}" for (_, strategy), peak in peaks.items()]
     assert [cell.strip() for cell in row.split("|")] == [*cells, "no"]
 
 
 def test_what_the_tool_cannot_trace_ends_with_a_sentence(tiny_llama):
     mistakes = {
+        f"lm_multinode.py --model {tiny_llama} --seq-length 4096": "2048 at most",  # the script's own sentence
         "lm_multinode.py --model absent": "huggingface.co",
-        "lm_multinode.py --model 30b": "add a row to MODELS",
-        f"lm_multinode.py --model {tiny_llama} --seq-length 4096": "--seq-length of 2048",  # the script's own sentences
-        f"t5_fsdp.py --model {tiny_llama}": "is not a T5",
-        "t5_fsdp.py --fsdp-version 1": "FSDP1",
-        "t5.py": "t5.py",
-        "mnist_fsdp.py": "t5_fsdp.py",
-        "lm_multinode.py --sweep seed": "=",
-        "lm_multinode.py --attn cpu": "--attn",  # no flag is abbreviated
-        "lm_multinode.py --hardware 8x40 --sweep sharding-strategy": "itself",
-        "lm_multinode.py --network-gbits 0": "larger than 0",
-        "lm_multinode.py --device-gib 0": "larger than 0",
-        "lm_multinode.py --processes-per-node 0": "larger than 0",
         "lm_multinode.py --num-processes 3 --global-batch-size 16": "multiple of 3",
-        "lm_multinode.py --num-processes 12 --sharding-strategy HYBRID_SHARD": "--shards-per-replica",
+        "lm_multinode.py --typo 1": "--typo",
+        "t5_fsdp.py --fsdp-version 1": "FSDP1",
+        "mnist_fsdp.py": "t5_fsdp.py",
+        "lm_multinode.py --sweep seed": "--sweep",
+        "lm_multinode.py --sweep gpu=H100,H200": "--sweep",
+        "lm_multinode.py --hardware 8x40 --sweep sharding-strategy": "itself",
     }
     for command, word in mistakes.items():
         finished = run_many(TOOL, [command.split()], check=False)
         assert finished.returncode == 2 and "Traceback" not in finished.stderr, command
-        assert word in finished.stderr.splitlines()[-1]
+        assert word in finished.stderr, command
 
 
 def test_a_drawing_has_the_predicted_bytes(tmp_path, monkeypatch, capsys):
     """The kinds are stacked, so the highest point is the peak."""
-    flags = "lm_multinode.py --num-processes 4 --precision fp32 --global-batch-size 16".split()
+    flags = "--num-processes 4 --precision fp32 --global-batch-size 16".split()
     sweep = ["--sweep", "sharding-strategy=NO_SHARD,FULL_SHARD", "--plot", str(tmp_path / "memory.png")]
-    monkeypatch.setattr(sys, "argv", ["will_it_fit.py", *flags, *sweep])
-    will_it_fit.main()
+    monkeypatch.setattr(sys, "argv", ["will_it_fit.py", "lm_multinode.py", *flags, *sweep])
+    ask()
     printed = capsys.readouterr().out
     assert (tmp_path / "memory.png").exists()
     for panel, strategy in zip(plt.gcf().axes, ("NO_SHARD", "FULL_SHARD"), strict=True):
-        cost = cost_of(*flags[1:], "--sharding-strategy", strategy)
+        cost = cost_of(*flags, "--sharding-strategy", strategy)
         parameters, moments, *_ = (size / 2**30 for size in cost["kinds"].values())
         heights = [area.get_paths()[0].vertices[:, 1].max() for area in panel.collections]
         assert heights[:2] == pytest.approx([parameters, parameters + moments], rel=1e-3)
@@ -335,26 +279,29 @@ def chosen_by_the_table(state, parameters, per_node, nodes, memory):  # the stra
             return strategy
 
 
-@pytest.mark.parametrize("model", ["150m", "1b", "7b"])
-def test_the_table_of_strategies_takes_what_the_tool_finds_the_fastest(model):
-    """A micro-batch is one sequence, so that the largest model fits the smallest machine."""
-    one_sequence = ("--seq-length", 1024, "--micro-batch-size", 1)
-    for nodes, machines in (1, [("H100", None), ("RTX4090", None)]), (2, [("H100", gbits) for gbits in (10, 100, 400)]):
-        size = 8 * nodes
-        flags = ("--model", model, "--num-processes", size, *one_sequence, "--global-batch-size", size)
-        costs = {}
-        for strategy in LM_STRATEGIES:
-            if "HYBRID" in strategy and nodes == 1:  # on one node each hybrid equals another strategy
-                continue
-            with will_it_fit.traced("lm_multinode.py", [*flags, "--sharding-strategy", strategy], GPU) as run:
-                costs[strategy] = run.cost()  # the time of computing hardly depends on the strategy
-                count = run.model.num_parameters()
-        state, parameters = 16 * count, 2 * count
-        activations = costs["FULL_SHARD"]["peak"] - state / size
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_table_of_strategies_takes_what_the_tool_finds_the_fastest(nodes):
+    """A GPU has these bytes for each parameter of the model, beside the activations."""
+    size = 8 * nodes
+    costs = {}
+    for strategy in LM_STRATEGIES:
+        if "HYBRID" in strategy and nodes == 1:  # on one node each hybrid equals another strategy
+            continue
+        batch = ("--seq-length", 1024, "--micro-batch-size", 1, "--global-batch-size", size)
+        flags = ("--model", "150m", "--num-processes", size, "--sharding-strategy", strategy)
+        with traced("lm_multinode.py", *flags, *batch) as run:
+            costs[strategy] = run.cost()  # the time of computing hardly depends on the strategy
+            count = run.model.num_parameters()
+    activations = costs["FULL_SHARD"]["peak"] - 16 * count / size
 
-        for name, gbits in machines:
-            usable = 0.9 * GPUS[name].memory_gib * 2**30
-            for cost in costs.values():
-                cost["fits"] = cost["peak"] <= usable
-            fastest = will_it_fit.find_fastest(costs, GPUS[name], gbits)
-            assert fastest == chosen_by_the_table(state, parameters, 8, nodes, usable - activations), (name, gbits)
+    chosen = set()
+    networks = (10, 100, 400) if nodes == 2 else (None,)
+    for gpu, gbits, per_parameter in itertools.product(("H100", "RTX4090"), networks, (100, 6, 2.6, 1.3)):
+        for cost in costs.values():
+            cost["fits"] = cost["peak"] <= activations + per_parameter * count
+        fastest = find_fastest(costs, GPUS[gpu], gbits)
+        expected = chosen_by_the_table(16 * count, 2 * count, 8, nodes, per_parameter * count)
+        assert fastest == expected, (gpu, gbits, per_parameter)
+        chosen.add(fastest)
+    sharded_by_node = {"_HYBRID_SHARD_ZERO2", "HYBRID_SHARD", "FULL_SHARD"}
+    assert chosen == (sharded_by_node if nodes == 2 else {"SHARD_GRAD_OP", "FULL_SHARD", None})

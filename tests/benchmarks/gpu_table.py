@@ -7,35 +7,30 @@
 It needs one GPU and no network: weights are random, in the shapes of the real models, and texts of random words fill
 every sequence. Each row is a run of the script's command line: 20 steps warm up and compile, then `--steps` count. A
 step is one micro-batch. Rows are printed as they come. If a run is out of memory, its row says so, and the next run
-starts. All ends after `--minutes`. On a GPU the scripts compute fp32 in tf32.
+starts. On a GPU the scripts compute fp32 in tf32.
 
 `waiting` is the share of the time in which training waited for its data, in `next(steps)`.
 
-MFU is model FLOP/s over the device's bf16 peak, in every precision. lm_multinode.py counts the Llama's FLOPs; T5's are
-three times what torch's FLOP counter finds in a forward pass. `predicted GiB` comes from will_it_fit.py, which traces
-neither FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator handed out or, on a CPU, the process's memory.
+MFU is model FLOP/s over the device's bf16 peak, in every precision. will_it_fit.py counts the FLOPs and predicts the
+memory, but traces neither FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator handed out or, on a CPU, the
+process's memory.
 """
 
 import argparse
 import itertools
 import json
-import platform
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from datetime import date
 from pathlib import Path
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import made_up
 import shared
 import will_it_fit
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 SOURCE = 512
 TARGET = 152
@@ -57,8 +52,8 @@ def prepare_lm(folder: Path, options) -> list:
     """Write texts and a tokenizer. Returns the flags of a run."""
     made_up.write_texts(folder, texts=100 if options.tiny else 1000)
     flags = ["--model", "tiny" if options.tiny else "150m", "--seq-length", 128 if options.tiny else 1024]
-    flags += ["--dataset", f"{folder}/*.json.gz", "--tokenizer", folder, "--peak-tflops", options.peak_tflops]
-    return [*flags, "--num-validation-texts", 20, "--validate-every", 10**6]
+    flags += ["--dataset", f"{folder}/*.json.gz", "--tokenizer", folder]
+    return [*flags, "--num-validation-texts", 20, "--validate-every", 0]
 
 
 def prepare_t5(folder: Path, options) -> list:
@@ -69,68 +64,48 @@ def prepare_t5(folder: Path, options) -> list:
     return [*flags, "--dataset", folder / "articles.csv", "--num-train-samples", 0, "--no-run-validation"]
 
 
-def t5_flops_per_token(folder: Path) -> float:
-    with torch.device("meta"):
-        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.from_pretrained(folder))
-        words = {"input_ids": torch.ones(1, SOURCE).long(), "labels": torch.ones(1, TARGET).long()}
-    with FlopCounterMode(display=False) as counter:
-        model(**words)
-    return 3 * counter.get_total_flops() / (SOURCE + TARGET)
-
-
-def measure(script: str, flags: list, output: Path, seconds: float) -> dict:
+def measure(script: str, flags: list, output: Path) -> dict:
     """Speed, memory and the share of waiting after the warm-up, or a note why there are none."""
     settings = json.dumps([[*map(str, flags), "--output-dir", str(output)]])
     command = [sys.executable, shared.ROOT / "tests" / "forked.py", shared.ROOT / script, settings, '["time_loader"]']
-    try:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return {"note": "no time left"}
+    finished = subprocess.run(command, capture_output=True, text=True)
     if finished.returncode == 0:
         _, *records = [record for record in shared.read_metrics(output) if "tokens/s" in record]
         speed = statistics.harmonic_mean([record["tokens/s"] for record in records])
         waits = json.loads((output / "loader-0.json").read_text())[WARM_UP:]
-        result = {"peak GiB": max(record["peak_gib"] for record in records), "tokens/s": speed}
-        if "mfu" in records[0]:
-            result["mfu"] = statistics.harmonic_mean([record["mfu"] for record in records])
-        return result | {"waits": sum(waits) / len(waits)}
+        peak = max(record["peak_gib"] for record in records)
+        return {"peak GiB": peak, "tokens/s": speed, "waits": sum(waits) / len(waits)}
     is_memory = re.search("OutOfMemoryError|out of memory", finished.stderr)
     return {"note": "out of memory" if is_memory else finished.stderr.strip().splitlines()[-1]}
 
 
-def predict(script: str, flags: list, folder: Path, options) -> float | str:
-    if "--compile" in flags or "--fsdp-version" in flags:
-        return "-"
-    vocabulary = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
-    attention = "cpu" if options.device == "cpu" else "gpu"
-    tool_options = argparse.Namespace(vocabulary=vocabulary, per_node=8, attention=attention)
-    with will_it_fit.traced(script, flags, tool_options) as run:
-        return run.peak() / will_it_fit.GIB
+def predict(script: str, flags: list, device: str) -> dict:
+    attention = "cpu" if device == "cpu" else "gpu"
+    with will_it_fit.traced(script, *flags, "--num-processes", 1, "--attention", attention) as run:
+        return run.cost()
 
 
-def rows(part: str, folder: Path, options, deadline: float):
+def rows(part: str, folder: Path, options):
     script = {"lm": "lm_multinode.py", "t5": "t5_fsdp.py"}[part]
     flags = {"lm": prepare_lm, "t5": prepare_t5}[part](folder, options)
-    flags += ["--device", options.device, "--num-processes", 1, "--no-save-model"]
+    flags += ["--device", options.device, "--no-save-model"]
     flags += ["--max-steps", WARM_UP + options.steps, "--log-every", WARM_UP]
-    flops = t5_flops_per_token(folder) if part == "t5" else 0
-    sample_tokens = SOURCE + TARGET if part == "t5" else (128 if options.tiny else 1024)
+    one = predict(script, [*flags, "--micro-batch-size", 1, "--global-batch-size", 1], "cuda")
+    flops = one["kernels"].model_flops / one["tokens"]
     for size, (name, extra_flags) in itertools.product(options.batch_sizes, VARIANTS.items()):
         if part == "lm" and "--fsdp-version" in extra_flags:
             continue
-        seconds_left = deadline - time.monotonic()
-        if seconds_left < 0:
-            return
         run_flags = [*flags, "--micro-batch-size", size, "--global-batch-size", size, *extra_flags]
-        result = measure(script, run_flags, folder / f"output-{size}-{name}", seconds_left)
+        result = measure(script, run_flags, folder / f"output-{size}-{name}")
         row = {part: name, "batch": size, "tokens/s": "-", "mfu": "-", "waiting": "-"}
         if "tokens/s" in result:
             row["tokens/s"] = speed = result["tokens/s"]
-            row["waiting"] = f"{result['waits'] * speed / (size * sample_tokens):.1%}"
-            row["mfu"] = result.get("mfu", "-")
-            if part == "t5" and options.peak_tflops:
+            row["waiting"] = f"{result['waits'] * speed / (size * one['tokens']):.1%}"
+            if options.peak_tflops:
                 row["mfu"] = speed * flops / (options.peak_tflops * 1e12)
-        row["predicted GiB"] = predict(script, run_flags, folder, options)
+        row["predicted GiB"] = "-"
+        if "--compile" not in extra_flags and "--fsdp-version" not in extra_flags:
+            row["predicted GiB"] = predict(script, run_flags, options.device)["peak"] / will_it_fit.GIB
         yield row | {"peak GiB": result.get("peak GiB", "-"), "note": result.get("note", "")}
 
 
@@ -142,15 +117,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps that count, a multiple of 20")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[16, 64], help="micro-batches")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="the GPU's peak in bf16, for MFU")
-    parser.add_argument("--minutes", type=float, default=24.0, help="after which runs are stopped")
     options = parser.parse_args()
-    deadline = time.monotonic() + 60 * options.minutes
-    device_name = torch.cuda.get_device_name() if options.device == "cuda" else platform.machine()
-    print(f"{date.today()}, {device_name}, torch {torch.__version__}, one process", flush=True)
+    device_name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"{shared.MACHINE}, one process, {device_name}\n", flush=True)
     for part in options.parts:
         with tempfile.TemporaryDirectory() as folder:
+            shared.print_table(rows(part, Path(folder), options))
             print()
-            shared.print_table(rows(part, Path(folder), options, deadline))
 
 
 if __name__ == "__main__":

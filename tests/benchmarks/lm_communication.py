@@ -6,17 +6,15 @@ what will_it_fit.py predicts of both.
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), train a Llama of 15 million parameters.
 Under each strategy the same processes take steps in turns: at the full speed of the cable, and with a limit of some
 Mbit/s in both directions. The network interface counts the MB that leave a node; seconds are medians. The bounds come
-from will_it_fit.py, with a step at full speed as the time to compute. For each number of micro-batches, `<-` marks the
-strategy with the least upper bound, which should be the fastest.
+from will_it_fit.py, with a step at full speed as the time to compute. The strategy with the least upper bound should be
+the fastest.
 """
 
 import argparse
 import gc
 import itertools
 import json
-import operator
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -67,9 +65,8 @@ def measure(options) -> None:
         args = parse("lm_multinode.py", *flags_of(options.model, strategy, micro_batches))
         world = world or set_up(args)
         config = transformers.AutoConfig.from_pretrained(args.model)
-        tokens = torch.full((1, args.seq_length), world.rank)
-        batches = [{"input_ids": tokens, "labels": tokens}] * micro_batches
-        model, step = lm_trainer(args, world, config, itertools.repeat((batches, None)))
+        tokens = torch.full((micro_batches, args.seq_length + 1), world.rank)
+        model, step = lm_trainer(args, world, config, itertools.repeat((tokens, None)))
         for _ in range(2):  # the first steps connect the processes
             count(step)
         turns = {link: [] for link in (None, *options.links)}
@@ -92,14 +89,13 @@ def measure(options) -> None:
 def predicted_bytes(*case) -> float:
     """The bytes that leave a node in a step, by will_it_fit.py."""
     will_it_fit.ROUNDS["reduce_scatter"] = 2  # gloo runs an all-reduce, and drops the other shards
-    options = argparse.Namespace(vocabulary=0, per_node=2, attention="cpu")
-    with will_it_fit.traced("lm_multinode.py", [*flags_of(*case), "--num-processes", 4], options) as run:
+    processes = ("--num-processes", 4, "--processes-per-node", 2, "--attention", "cpu")
+    with will_it_fit.traced("lm_multinode.py", *flags_of(*case), *processes) as run:
         return 2 * run.cost()["between"]
 
 
-def rows(measured: list[list], model: Path) -> list[dict]:
-    """The table: a row for each strategy and number of micro-batches."""
-    table = []
+def rows(measured: list[list], model: Path):
+    """Yield a row for each strategy and number of micro-batches."""
     for (strategy, micro_batches), steps in itertools.groupby(measured, lambda step: step[:2]):
         (*_, sent, full_speed), *limited = steps
         predicted = predicted_bytes(model, strategy, micro_batches)
@@ -109,14 +105,7 @@ def rows(measured: list[list], model: Path) -> list[dict]:
             sending = predicted * 8 / (link * 1e6)
             row |= {f"{link:g} Mbit/s, s": seconds, f"least, {link:g}": max(full_speed, sending)}
             row[f"most, {link:g}"] = full_speed + sending
-        table.append(row)
-
-    for micro_batches in {row["micro-batches"] for row in table}:
-        candidates = [row for row in table if row["micro-batches"] == micro_batches]
-        for name in [name for name in table[0] if name.startswith("most")]:
-            least = min(candidates, key=operator.itemgetter(name))
-            least[name] = f"{shared.cell(least[name])} <-"
-    return table
+        yield row
 
 
 def main(folder: Path, options) -> None:
@@ -126,7 +115,7 @@ def main(folder: Path, options) -> None:
     output = "".join(node.stdout for node in finished)
     if any(node.returncode for node in finished):
         sys.exit(output + finished[0].stderr[-5000:])
-    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, 2 nodes of 2 processes, fp32\n")
+    print(f"{shared.MACHINE}, 2 nodes of 2 processes, fp32\n")
     shared.print_table(rows([json.loads(line) for line in output.splitlines() if line.startswith('["')], model))
 
 

@@ -34,7 +34,6 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, model, optimizer, at=(), offloads=False) -> None:
         super().__init__()
-        self.model = model
         self.optimizer = optimizer
         self.offloads = offloads
         self.at = at
@@ -61,7 +60,7 @@ class Tracker(TorchDispatchMode):
 
     def known(self) -> dict[str, list[torch.Tensor]]:
         """The tensors of each kind, except gathered parameters. All tensors not listed here are activations."""
-        parameters = [p.sharded_param for p in self.sharded] or list(self.model.parameters())
+        parameters = [p.sharded_param for p in self.sharded]
         whole = [p._unsharded_param for p in self.sharded if hasattr(p, "_unsharded_param")]
         moments = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         accumulated = [p.unsharded_accumulated_grad for p in self.sharded]

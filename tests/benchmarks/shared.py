@@ -1,12 +1,18 @@
 """Helpers of the benchmarks: launches, metrics, tables, and copies with a recipe."""
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parents[2]
+MACHINE = f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} cores of {platform.machine()}"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 

@@ -4,12 +4,13 @@ A kernel takes as long as its arithmetic or its memory traffic, whichever takes 
 over its kernels. If the host cannot start them in that time, the host is the limit. Communication is not counted here.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import flop_registry
 
 from memory_tracker import local
 
@@ -68,8 +69,8 @@ def gpu_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fa
     if attn_mask is None and query.dtype != torch.float32:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:
-        math = aten._scaled_dot_product_attention_math
-        return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
+        products = aten._scaled_dot_product_attention_math
+        return products(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     efficient = aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
@@ -82,45 +83,6 @@ def gpu_dropout(values, p=0.5, training=True, inplace=False):
     return torch.native_dropout(values, p, True)[0]
 
 
-# transformers computes experts with F.grouped_mm: `offs` says which rows of `tokens` belong to which expert. PyTorch's
-# own operator accepts no fake tensors in fp32 and has no formula for its FLOPs, so this one replaces it.
-
-
-def product(tokens: torch.Tensor, experts: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    return tokens.new_empty(tokens.size(0), experts.size(2))
-
-
-def gradients(tokens: torch.Tensor, experts: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(tokens), torch.empty_like(experts)
-
-
-grouped_mm = torch.library.custom_op("will_it_fit::grouped_mm", product, mutates_args=())
-grouped_mm_backward = torch.library.custom_op("will_it_fit::grouped_mm_backward", gradients, mutates_args=())
-
-
-def keep_for_backward(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:2])
-
-
-def backward(ctx, gradient) -> tuple:
-    return *grouped_mm_backward(*ctx.saved_tensors, gradient), None
-
-
-grouped_mm.register_fake(product)
-grouped_mm_backward.register_fake(gradients)
-grouped_mm.register_autograd(backward, setup_context=keep_for_backward)
-
-
-@register_flop_formula(torch.ops.will_it_fit.grouped_mm)
-def product_flops(tokens, experts, *_, **__) -> int:
-    return 2 * tokens[0] * experts[1] * experts[2]
-
-
-@register_flop_formula(torch.ops.will_it_fit.grouped_mm_backward)
-def gradients_flops(*shapes, **_) -> int:
-    return 2 * product_flops(*shapes)
-
-
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -128,11 +90,8 @@ def traffic(tensors) -> int:
     """The bytes that tensors take in memory. An expanded dimension counts once."""
     num_bytes = 0
     for tensor in map(local, tensors):
-        count = 1
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            if stride != 0:
-                count *= size
-        num_bytes += count * tensor.element_size()
+        sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
+        num_bytes += math.prod(sizes) * tensor.element_size()
     return num_bytes
 
 

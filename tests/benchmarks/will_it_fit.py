@@ -6,20 +6,19 @@ at its peak, sends and computes, without a GPU. docs/will-it-fit.md explains the
         --activation-checkpointing --sweep sharding-strategy --network-gbits 100 400 --plot memory.png
     python tests/benchmarks/will_it_fit.py lm_multinode.py --sweep model=1b,7b --hardware 1x24 8x40 --seq-length 4096
 
-All other flags are the script's. The tool calls the script's own parse_args, build and train_step on fake tensors,
+All other flags are the script's. The tool calls the script's own load_model, build and train_step on fake tensors,
 which have a shape but no data. Your own copy of a script works, too. Every sample has the full length. `--model` is
-t5-small, t5-base, t5-large, t5-3b, t5-11b, a size from the LM's `MODELS`, a name on the Hub, or a folder with a
+t5-small, t5-base, t5-large, t5-3b, t5-11b, a row of the LM's `MODELS`, a name on the Hub, or a folder with a
 config.json. `--precision auto` means bf16. `--device` is ignored, and `--compile` is not traced.
 """
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import itertools
 import math
-import re
 import sys
-import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -35,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformers
 from memory_tracker import KINDS, Tracker
 from shared import ROOT
-from step_time import GPUS, Gpu, Kernels, gpu_attention, gpu_dropout, grouped_mm, tensors_in
+from step_time import GPUS, Gpu, Kernels, gpu_attention, gpu_dropout, tensors_in
 from tqdm import tqdm
 
 GIB = 2**30
@@ -50,17 +49,23 @@ T5 = {  # d_model, d_ff, layers, heads and d_kv of the models on the Hub
 }
 
 
-def positive(text: str) -> float:
-    """An argparse type."""
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not larger than 0")
-    return float(text)
-
-
-def hardware(text: str) -> tuple[int, float]:
-    """An argparse type: 8x40 is 8 GPUs of 40 GiB each."""
-    count, gib = map(positive, text.split("x"))
-    return int(count), gib
+def make_parser() -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("script", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
+    add("--num-processes", type=int, default=2, help="the number of all GPUs")
+    add("--processes-per-node", type=int, default=8, help="GPUs of a node")
+    add("--gpu", default="H100", choices=GPUS, help="the GPU: its memory, its speed, its link inside a node")
+    add("--device-gib", type=float, help="memory of another GPU in GiB, as PyTorch reports it")
+    add("--sweep", default="", help="flag=value,value: one row per value; sharding-strategy alone: all strategies")
+    more = "for example 8x40 64x80: a table of what fits 8 GPUs of 40 GiB, and 64 of 80, and with which strategy"
+    add("--hardware", nargs="+", metavar="GPUSxGIB", help=more)
+    add("--network-gbits", type=float, nargs="+", default=[100], help="Gbit/s of a node's network; one or several")
+    add("--vocabulary", type=int, default=32_000, help="tokens of the tokenizer, for a MODELS row without --tokenizer")
+    add("--attention", default="gpu", choices=("gpu", "cpu"), help="the device whose attention and dropout are used")
+    add("--plot", help="draw the memory over a step into this file, one panel per row; needs matplotlib")
+    return parser
 
 
 def fail(message: str) -> None:
@@ -72,46 +77,40 @@ def load_script(path: str):
     """Import a script as a module. It imports the `common.py` in its own folder."""
     path = Path(path) if Path(path).exists() else ROOT / path
     sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules.pop("common", None)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = script
     spec.loader.exec_module(script)
     return script
 
 
 def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
     """The config of `--model`. Raises the script's UserError if the script cannot train this model."""
+    if hasattr(script, "MODELS"):  # the LM script, which takes the vocabulary from a tokenizer
+        tokenizer = mock.MagicMock(eos_token_id=0, __len__=lambda _: vocabulary)
+        if args.tokenizer:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer)
+        return script.load_config(args, tokenizer)
+
     name = args.model.removeprefix("google-t5/")
     if name in T5:
         shape = dict(zip(("d_model", "d_ff", "num_layers", "num_heads", "d_kv"), T5[name], strict=True))
         return transformers.T5Config(**shape, decoder_start_token_id=0)
-
-    if hasattr(script, "load_config"):  # the LM script, which takes the vocabulary from a tokenizer
-        if name not in script.MODELS and re.fullmatch(r"[\d.]+[mb]", name.lower()) and not Path(name).exists():
-            fail(
-                f"there is no --model {name}, only {', '.join(script.MODELS)}: add a row to MODELS in a copy of the"
-                " script, or pass a folder with a config.json, or a name on the Hub"
-            )
-        if args.tokenizer:
-            return script.load_config(args, script.common.load_tokenizer(args.tokenizer))
-        last = vocabulary - 1 if args.model in script.MODELS else 0
-        return script.load_config(args, mock.MagicMock(eos_token_id=0, get_vocab=lambda: {"last": last}))
-    articles = None
-    if args.model == "builtin":  # the script trains its tokenizer on the articles, which sets the vocabulary
+    if name == "builtin":  # the script trains its tokenizer on the articles, which sets the vocabulary
         with contextlib.redirect_stdout(None):
-            columns = ("text", "headline")
-            articles, _ = script.common.load_articles(args.model, *columns, args.max_summary_share, args.output_dir)
-    with mock.patch.object(script.common, "load_tokenizer"):  # the folder may have none
-        return script.load_config_and_tokenizer(args, None, articles)[0]
+            return script.load_data(args, None)[0]
+    with mock.patch.object(script, "AutoTokenizer"):  # the folder may have none
+        return script.load_config_and_tokenizer(args, None, None)[0]
 
 
-def make_meta_model(script, world, config):
-    """The model that the script's main passes to `build`. The script reads in a checkpoint whether the output layer is
-    tied. Without one: mT5 and UMT5 do not tie it, nor do FLAN-T5 and T5 v1.1 (scale_decoder_outputs=False)."""
-    meta_model = script.make_meta_model(config)
+def without_weights(kind, _name: str, config, **_):
+    """Replaces `kind.from_pretrained`, which reads in the weights whether the output layer is tied. These models do not
+    tie it: mT5, UMT5, and FLAN-T5 and T5 v1.1 (scale_decoder_outputs=False)."""
+    model = kind.from_config(config, dtype=torch.float32)
     if config.model_type in ("mt5", "umt5") or not getattr(config, "scale_decoder_outputs", True):
-        tied = meta_model.all_tied_weights_keys.keys() - {"lm_head.weight"}
-        script.common.untie(meta_model, argparse.Namespace(all_tied_weights_keys=tied), world)
-    return meta_model
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    return model, {"missing_keys": []}
 
 
 # How many times a ring sends the gathered or reduced tensor, except for one n-th of it. The first name that is part of
@@ -151,51 +150,56 @@ class Sending(TorchDispatchMode):
 class Run:
     """One process of a run on fake tensors."""
 
-    def __init__(self, path: str, flags: list[str], options) -> None:
-        sys.argv = [str(path), *flags, "--device", "cpu"]  # the last --device counts
-        self.script = load_script(path)
-        self.options = options
-        self.args = self.script.parse_args()
-        if not hasattr(self.args, "precision"):
+    def __init__(self, arguments: list[str]) -> None:
+        self.options, flags = make_parser().parse_known_args(arguments)
+        self.script = script = load_script(self.options.script)
+        if not hasattr(script, "PRECISIONS"):
             fail("only t5_fsdp.py, lm_multinode.py and copies of them are traced")
+        with mock.patch.object(sys, "argv", [script.__file__, *flags, "--device", "cpu"]):  # the last --device counts
+            self.args = script.common.parse_args(script.Args, "")
         if getattr(self.args, "fsdp_version", 2) != 2:
             fail("FSDP1 is not traced; leave --fsdp-version out")
         if self.args.precision == "auto":
             self.args.precision = "bf16"
         self.args.compile = False
         self.is_lm = hasattr(self.args, "seq_length")
-        self.size = self.args.num_processes or 2
-        on_node = min(self.size, int(options.per_node))
-        self.world = self.script.common.World(0, 0, self.size, on_node, torch.device("cpu"))
-        self.script.common.divide_batch(self.args, self.world, default=16 if self.is_lm else 32)  # as main does
+        if self.is_lm:
+            self.lengths = [self.args.seq_length]
+            self.samples = f"sequences of {self.args.seq_length:,} tokens"
+        else:
+            self.lengths = [8 * math.ceil(n / 8) for n in (self.args.max_source_length, self.args.max_target_length)]
+            self.samples = "articles of {:,} tokens and summaries of {:,}".format(*self.lengths)
+        self.size = self.options.num_processes
+        on_node = min(self.size, self.options.processes_per_node)
+        self.world = script.common.World(0, 0, self.size, on_node, torch.device("cpu"))
+        script.common.divide_batch(self.args, self.world, default=16 if self.is_lm else 32)  # as main does
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.size)
         # A mesh reads its ranks, so its tensors must not be fake.
-        self.script.init_device_mesh = unset_fake_temporarily()(self.script.init_device_mesh)
-        self.script.common.load_weights = lambda model, *_: model.to_empty(device="cpu")
-        self.config = config_of(self.script, self.args, options.vocabulary)
-        self.meta_model = make_meta_model(self.script, self.world, self.config)
+        script.init_device_mesh = unset_fake_temporarily()(script.init_device_mesh)
+        self.config = config_of(script, self.args, self.options.vocabulary)
+        kind = script.AutoModelForCausalLM if self.is_lm else script.AutoModelForSeq2SeqLM
+        load = functools.partial(without_weights, kind)
+        with torch.device("meta"), mock.patch.object(kind, "from_pretrained", load):
+            self.meta_model = script.load_model(self.args, self.config)
 
     def least(self) -> float:
-        """Bytes that a process needs at least: its shard of the state in AdamW's step; or at the end of forward this
-        shard without gradients, and parameters that stay gathered."""
-        shards = self.script.mesh_shape(self.args, self.world)[1] if self.is_lm else self.size
-        parameters = list(self.meta_model.parameters())
-        state = sum(p.nbytes + 12 * p.numel() * p.requires_grad for p in parameters) / shards
+        """Bytes that a process needs at least: its shard of the state."""
         if self.args.cpu_offload:
-            state = 0
-        gathered = 0
-        if self.args.precision != "fp32" and not self.script.RESHARD[self.args.sharding_strategy]:
-            gathered = 2 * sum(p.numel() for p in parameters)
-        return max(state, 3 / 4 * state + gathered)
+            return 0
+        shards = self.script.mesh_shape(self.args, self.world)[1] if self.is_lm else self.size
+        return sum(p.nbytes + 12 * p.numel() * p.requires_grad for p in self.meta_model.parameters()) / shards
 
     def build(self) -> None:
-        """Get ready to make training steps."""
-        meta_model = self.meta_model
-        meta_model.__deepcopy__ = lambda _: meta_model  # `build` copies it, but fake tensors cannot copy buffers
+        """Get ready to make training steps. The script uses the one model on the meta device, and copies nothing: fake
+        tensors cannot be copied."""
+        self.meta_model.__deepcopy__ = lambda _: self.meta_model
+        self.script.load_model = lambda *_: self.meta_model
+        changes = {name: lambda value: value for name in ("meta_copy", "from_rank0")}
+        changes["load_weights"] = lambda model, *_: model.to_empty(device="cpu")
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # meta_model has meta tensors, which are not fake
-        with self.fake:
-            self.model, self.optimizer = self.script.build(self.args, self.world, None, meta_model)
+        with self.fake, mock.patch.multiple(self.script.common, **changes):
+            self.model, _, self.optimizer = self.script.build(self.args, self.world, self.config)
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
@@ -216,25 +220,10 @@ class Run:
         self.repeats = 1 + left_out
         rows = count - left_out * args.micro_batch_size
         if self.is_lm:
-            self.describe(count, f"sequences of {args.seq_length:,} tokens", args.seq_length)
-            tokens = torch.ones(count, args.seq_length, dtype=torch.long)
-            positions = tokens.cumsum(1) - 1  # only a recipe reads them
-            names = ("input_ids", "labels", "positions")
-            parts = [tensor[:rows].split(args.micro_batch_size) for tensor in (tokens, tokens.clone(), positions)]
-            return [dict(zip(names, micro_batch, strict=True)) for micro_batch in zip(*parts, strict=True)]
-
-        source, target = (8 * math.ceil(n / 8) for n in (args.max_source_length, args.max_target_length))
-        self.describe(count, f"articles of {source:,} tokens and summaries of {target:,}", source + target)
-        words = torch.ones(count, source, dtype=torch.long)
-        labels = torch.ones(count, target, dtype=torch.long)
+            return torch.ones(count, args.seq_length + 1, dtype=torch.long)[:rows]
+        words = torch.ones(count, self.lengths[0], dtype=torch.long)
+        labels = torch.ones(count, self.lengths[1], dtype=torch.long)
         return {"input_ids": words[:rows], "attention_mask": words.clone()[:rows], "labels": labels[:rows]}
-
-    def describe(self, count: int, samples: str, sample_tokens: int) -> None:
-        """Note what a step consists of, to print it later."""
-        at_once = f", {self.args.micro_batch_size} at once" if count > self.args.micro_batch_size else ""
-        self.batch = {"tokens": count * self.size * sample_tokens, "batch": f"{self.size} x {count}{at_once}"}
-        processes = "1 process" if self.size == 1 else f"{self.size} processes"
-        self.batch["batch in words"] = f"{processes} x {count} {samples}{at_once}"
 
     def step(self, at=(), modes=()) -> Tracker:
         """Make one training step. `at`: the indices of operations after which bytes are counted by kind. `modes`: other
@@ -257,7 +246,6 @@ class Run:
             repeats_of_next = iter([self.repeats])
             tracker = Tracker(self.model, self.optimizer, at, self.args.cpu_offload)
             stack.enter_context(mock.patch.object(torch.Tensor, "backward", in_backward))
-            stack.enter_context(mock.patch.object(F, "grouped_mm", grouped_mm))
             if self.options.attention == "gpu":
                 stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", gpu_attention))
                 stack.enter_context(mock.patch.object(F, "dropout", gpu_dropout))
@@ -272,31 +260,39 @@ class Run:
         """The most bytes that the process holds in a step."""
         return max(self.step().totals)
 
-    def cost(self, gpu: Gpu = GPUS["H100"]) -> dict:
+    def cost(self) -> dict:
         """The peak in bytes, its breakdown and where it is; the bytes that a process sends in a step; its kernels."""
         totals = self.step().totals
         peak = totals.index(max(totals))
-        sending = Sending(self.world.local_size)
-        kernels = Kernels(gpu)
+        sending = Sending(self.world.local_world_size)
+        kernels = Kernels(GPUS[self.options.gpu])
         tracker = self.step({peak}, (sending, kernels))
-        at = f"{tracker.phases[peak]} ({tracker.operations[peak].removesuffix('.default')})"
-        cost = {"peak": totals[peak], "kinds": tracker.kinds[peak], "at": at, "kernels": kernels}
-        by_node = sending.between * self.world.local_size  # the processes of a node share its network link
-        return cost | {"inside": sending.inside, "between": sending.between, "by node": by_node} | self.batch
 
-    def set_batch(self, size: int) -> None:
-        """Give each process this many samples in a step, all at once."""
-        self.args.micro_batch_size = size
-        self.args.global_batch_size = size * self.size
+        count = self.args.global_batch_size // self.size
+        at_once = f", {self.args.micro_batch_size} at once" if count > self.args.micro_batch_size else ""
+        return {
+            "peak": totals[peak],
+            "kinds": tracker.kinds[peak],
+            "at": f"{tracker.phases[peak]} ({tracker.operations[peak].removesuffix('.default')})",
+            "kernels": kernels,
+            "inside": sending.inside,
+            "between": sending.between,
+            "by node": sending.between * self.world.local_world_size,  # the processes of a node share its network link
+            "tokens": self.args.global_batch_size * sum(self.lengths),
+            "batch": f"{self.size} x {count}{at_once}",
+            "batch in words": f"{self.size} x {count} {self.samples}{at_once}",
+        }
 
     def largest_batch(self, usable: float) -> int:
         """The largest micro-batch that fits into these bytes, in a step without accumulation; 0 if none fits. After
         each operation, memory is a constant plus a term that grows with the batch, so two steps are enough to know
         both. Changes the batch of this run."""
-        self.set_batch(2)
-        two = torch.tensor(self.step().totals, dtype=torch.float64)
-        self.set_batch(4)
-        four = torch.tensor(self.step().totals, dtype=torch.float64)
+        totals = []
+        for size in (2, 4):
+            self.args.micro_batch_size = size
+            self.args.global_batch_size = size * self.size
+            totals.append(torch.tensor(self.step().totals, dtype=torch.float64))
+        two, four = totals
         per_sample = (four - two) / 2
         constant = two - 2 * per_sample
         grows = per_sample > 0
@@ -306,10 +302,11 @@ class Run:
 
 
 @contextlib.contextmanager
-def traced(path: str, flags, options, build=True):
-    """A `Run` for one `with` block, which then removes its process group. With `build` it can make training steps."""
+def traced(*arguments, build=True):
+    """A `Run` for one `with` block, which then removes its process group. With `build` it can make training steps.
+    `arguments`: those of this tool's command line."""
     try:
-        run = Run(path, list(map(str, flags)), options)
+        run = Run(list(map(str, arguments)))
         if build:
             run.build()
         yield run
@@ -345,71 +342,62 @@ def draw(file: str, gib: float, memory: str, steps: dict[str, Tracker]) -> None:
     print(f"drawn in {file}: memory after each operation of a step")
 
 
-def values_of(sweep: str, script: str) -> tuple[str, dict[str, list[str]]]:
+def values_of(options) -> tuple[str, dict[str, list[str]]]:
     """The flag of --sweep, and the flags to add for each of its values. Without --sweep: one value, no flags."""
-    name, _, values = sweep.partition("=")
+    name, _, values = options.sweep.partition("=")
     if name == "sharding-strategy" and not values:
-        values = ",".join(load_script(script).RESHARD)
-    if name and not values:
-        fail(f"--sweep {name} needs values: {name}=1,2")
+        values = ",".join(load_script(options.script).RESHARD)
+    is_own = name.replace("-", "_") in vars(options).keys() - {"num_processes"}
+    if name and (is_own or not values):
+        fail("--sweep takes num-processes=2,4, or any flag of the script with its values")
     return name, {value: [f"--{name}", value] if name else [] for value in values.split(",")}
 
 
-def print_default(settings: dict, flags: list[str]) -> None:
-    """Say how long the samples are if no flag does: the default is short for a large model."""
-    name = "seq_length" if "seq_length" in settings else "max_source_length"
-    flag = f"--{name.replace('_', '-')}"
-    if not any(given.startswith(flag) for given in flags):
-        print(f"for {flag} {settings[name]}, the default")
-
-
-def print_hardware(options, flags: list[str]) -> None:
+def print_hardware(options, arguments: list[str]) -> None:
     """Print a table of the first strategy that fits, in the order of docs/multi-node.md, with a row for each value of
     --sweep and a column for each --hardware."""
-    name, values = values_of(options.sweep, options.script)
-    if {"--num-processes", "--sharding-strategy"} & {*flags, f"--{name}"}:
+    name, values = values_of(options)
+    if {"--num-processes", "--sharding-strategy"} & {*arguments, f"--{name}"}:
         fail("--hardware chooses --num-processes and --sharding-strategy itself")
     of_script = load_script(options.script).RESHARD
     rows = []
     for value, more in tqdm(values.items(), "trace", leave=False, disable=None):
-        peaks = {}  # by number of GPUs and strategy
         rows.append({name or "script": value or Path(options.script).name})
-        for count, gib in options.hardware:
+        for machine in options.hardware:
+            count, gib = map(float, machine.split("x"))
             strategies = ["SHARD_GRAD_OP", "FULL_SHARD"]
             if count == 1:  # SHARD_GRAD_OP equals NO_SHARD; FULL_SHARD holds fewer bf16 copies of parameters
                 strategies[0] = "NO_SHARD"
-            elif count > options.per_node:
+            elif count > options.processes_per_node:
                 strategies[:0] = "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD"
             cell = "no"
             for strategy in filter(of_script.__contains__, strategies):
-                case = (count, strategy)
-                pair = ["--num-processes", count, "--sharding-strategy", strategy]
-                with traced(options.script, [*flags, *more, *pair], options, build=False) as run:
-                    if case not in peaks and run.least() <= USABLE * gib * GIB:
+                pair = ["--num-processes", int(count), "--sharding-strategy", strategy]
+                with traced(*arguments, *more, *pair, build=False) as run:
+                    needed = run.least()
+                    if needed <= USABLE * gib * GIB:
                         run.build()
-                        peaks[case] = run.peak()
-                if peaks.get(case, math.inf) <= USABLE * gib * GIB:
-                    cell = f"{short(peaks[case] / GIB)} {strategy}"
+                        needed = run.peak()
+                if needed <= USABLE * gib * GIB:
+                    cell = f"{short(needed / GIB)} {strategy}"
                     break
-            rows[-1][f"{count} x {gib:g} GiB"] = cell
+            rows[-1][f"{count:g} x {gib:g} GiB"] = cell
     print_aligned(rows)
-    print(f"\nGiB that a process holds at its peak; it may use up to {USABLE:.0%} of its GPU's memory")
-    print_default(vars(run.args), [*flags, *more])
+    print(f"\nGiB that a process holds at its peak, with {run.samples}; it may use {USABLE:.0%} of its GPU's memory")
 
 
-def answer(options, flags: list[str]) -> None:
+def answer(options, arguments: list[str]) -> None:
     """Print whether the run fits, then one prediction, or a table with a row for each value of --sweep."""
     gpu = GPUS[options.gpu]
     gib = options.device_gib or gpu.memory_gib
     usable = USABLE * gib * GIB
-    name, values = values_of(options.sweep, options.script)
+    name, values = values_of(options)
     costs, steps = {}, {}  # by value
     for value, more in tqdm(values.items(), "trace", leave=False, disable=None):
-        with traced(options.script, [*flags, *more], options) as run:
-            costs[value] = cost = run.cost(gpu)
+        with traced(*arguments, *more) as run:
+            costs[value] = cost = run.cost()
             if options.plot:
                 steps[value or Path(options.script).name] = run.step(at=range(sys.maxsize))
-            settings = vars(run.args).copy()  # before largest_batch changes them
             cost |= {"fits": cost["peak"] <= usable, "largest": run.largest_batch(usable)}
 
     fitting = sum(cost["fits"] for cost in costs.values())
@@ -418,9 +406,7 @@ def answer(options, flags: list[str]) -> None:
     size = f"{gib:g} GiB" if options.device_gib else f"the {options.gpu}'s {gib:g} GiB"
     print(f"{'yes' if fitting else 'no'}: {needs} may use {usable / GIB:.3g} of {size}")
     if not fitting:
-        cure = f"it fits with {find_cure(options, flags, settings, usable)}"
-        print(textwrap.fill(cure, 110, break_on_hyphens=False, subsequent_indent="    "))
-    print_default(settings, [*flags, *more])
+        print("these need less: --activation-checkpointing, a smaller --micro-batch-size, FULL_SHARD, --cpu-offload")
     print()
     networks = options.network_gbits if any(cost["between"] for cost in costs.values()) else [None]
     if name:
@@ -435,34 +421,6 @@ def answer(options, flags: list[str]) -> None:
     print("not counted: validation, --compile, and the time that --cpu-offload takes")
     if options.plot:
         draw(options.plot, gib, size, steps)
-
-
-# Flags that make a run fit, if the script has them.
-CURES = {
-    "activation_checkpointing": True,
-    "micro_batch_size": 1,
-    "gradient_sync": "every",
-    "sharding_strategy": "FULL_SHARD",
-    "cpu_offload": True,
-}
-
-
-def find_cure(options, flags: list[str], settings: dict, usable: float) -> str:
-    """Add the flags of CURES one by one until the run fits. Halve the micro-batch as often as needed."""
-    added = []
-    for name, value in CURES.items():
-        old = settings.get(name, value)
-        if old == value:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        values = [old >> n for n in range(1, old.bit_length())] if name == "micro_batch_size" else [value]
-        for new in values:
-            more = [flag] if new is True else [flag, str(new)]
-            with traced(options.script, [*flags, *added, *more], options) as run:
-                if run.peak() <= usable:
-                    return " ".join([*added, *more])
-        added += more
-    return "more GPUs, or larger ones"
 
 
 def short(value: float) -> str:
@@ -496,9 +454,8 @@ def print_prediction(cost: dict, gpu: Gpu, networks: list) -> None:
     print(f"peak                      {peak} GiB, in {cost['at']}")
     for kind, size in cost["kinds"].items():
         print(f"  {kind:24}{size / GIB:{len(peak)}.2f} GiB")
-    plural = "s" * (cost["largest"] != 1)
-    print(f"largest micro-batch       {cost['largest']:,} sample{plural}, in a step without accumulation")
-    print(f"a step                    {cost['batch in words']}")
+    print(f"largest micro-batch       {cost['largest']:,}, in a step without accumulation")
+    print(f"processes x samples       {cost['batch in words']}")
     inside, between, by_node = (short(cost[key] / GIB) for key in ("inside", "between", "by node"))
     if cost["inside"]:
         print(f"sent inside a node        {inside} GiB by each process, at {gpu.link_gbytes} GB/s")
@@ -536,9 +493,6 @@ def print_sweep(name: str, costs: dict[str, dict], gpu: Gpu, networks: list) -> 
         row |= {"peak, GiB": f"{cost['peak'] / GIB:.2f}", "max batch": f"{cost['largest']:,}"}
         if len(batches) > 1:
             row["processes x samples"] = cost["batch"]
-        elif len(networks) == 1:  # with more columns, lines would be too long
-            row["sent inside, GiB"] = short(cost["inside"] / GIB)
-            row |= {"between, GiB": short(cost["between"] / GIB)} if networks[0] else {}
         for gbits in networks:
             mark = " <-" if len(costs) > 1 and find_fastest(costs, gpu, gbits) == value else "   "
             column = f"s at {gbits:g} Gbit/s" if gbits else "a step takes, s"
@@ -548,32 +502,19 @@ def print_sweep(name: str, costs: dict[str, dict], gpu: Gpu, networks: list) -> 
     print_aligned(rows)
     print("\nmax batch: the largest micro-batch that fits, in a step without accumulation")
     if len(batches) == 1:
-        print(f"a step: {cost['batch in words']}")
+        print(f"processes x samples: {cost['batch in words']}")
 
 
 def main() -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter, allow_abbrev=False)
-    add = parser.add_argument
-    add("script", help="t5_fsdp.py, lm_multinode.py, or your copy of one")
-    add("--gpu", default="H100", choices=GPUS, help="the GPU: its memory, its speed, its link inside a node")
-    add("--device-gib", type=positive, help="memory of another GPU in GiB, as PyTorch reports it")
-    add("--sweep", default="", help="flag=value,value: one row per value; sharding-strategy alone: all strategies")
-    more = "for example 8x40 64x80: a table of what fits 8 GPUs of 40 GiB, and 64 of 80, and with which strategy"
-    add("--hardware", type=hardware, nargs="+", metavar="GPUSxGIB", help=more)
-    add("--network-gbits", type=positive, nargs="+", default=[100], help="Gbit/s of a node's network; one or several")
-    add("--processes-per-node", dest="per_node", type=positive, default=8, help="GPUs of a node")
-    add("--vocabulary", type=int, default=32_000, help="tokens of the tokenizer, for a MODELS row without --tokenizer")
-    add("--attention", default="gpu", choices=("gpu", "cpu"), help="the device whose attention and dropout are used")
-    add("--plot", help="draw the memory over a step into this file, one panel per row; needs matplotlib")
-    options, flags = parser.parse_known_args()
+    arguments = sys.argv[1:]
+    options, _ = make_parser().parse_known_args(arguments)
     transformers.logging.set_verbosity_error()
     if options.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: pip install matplotlib")
+        fail("--plot needs matplotlib: pip install matplotlib")
     if options.hardware:
-        print_hardware(options, flags)
+        print_hardware(options, arguments)
     else:
-        answer(options, flags)
+        answer(options, arguments)
 
 
 if __name__ == "__main__":
