@@ -81,7 +81,7 @@ def stop(step):
 CHAINS = {
     "lm": (LM_SCRIPT, ("--checkpoint-every", 2), 0.1, [(2, KILL_IN_SAVE, 2), (2, None, 6)]),
     "lm, other numbers": (LM_SCRIPT, (), 0.0, [(2, stop(2), 2), (4, stop(2), 4), (1, None, 4)]),
-    "t5": (T5_SCRIPT, ("--max-steps", 6), 0.1, [(2, stop(3), 3), (2, None, 3)]),
+    "t5, fsdp1": (T5_SCRIPT, ("--max-steps", 6, "--fsdp-version", 1), 0.1, [(2, stop(3), 3), (2, None, 3)]),
 }
 LONG_CHAINS = {
     # Six streams
@@ -89,9 +89,9 @@ LONG_CHAINS = {
     "lm, two nodes": (LM_SCRIPT, ("--sharding-strategy", "HYBRID_SHARD"), 0.1, [(4, stop(4), 4), (4, None, 4)]),
     "t5, other numbers": (T5_SCRIPT, ("--checkpoint-every", 3), 0.0, [(2, KILL, 3), (4, stop(4), 7), (1, None, 8)]),
     # First it ends after an epoch, before the validation that is due.
-    "t5, fsdp1": (T5_SCRIPT, ("--fsdp-version", 1), 0.1, [(2, stop(4), 4), (2, stop(3), 7), (2, None, 7)]),
+    "t5": (T5_SCRIPT, (), 0.1, [(2, stop(4), 4), (2, stop(3), 7), (2, None, 7)]),
     "t5-fp16": (T5_SCRIPT, ("--precision", "fp16"), 0.1, [(2, stop(3), 3), (2, None, 3)]),
-    "lora, lm": (LM_SCRIPT, (), 0.1, [(2, stop(3), 3), (2, None, 3)]),
+    "lora, lm": (LM_SCRIPT, (), 0.1, [(2, stop(2), 2), (2, None, 2)]),
     "lora, t5": (T5_SCRIPT, (), 0.1, [(2, stop(3), 3), (2, None, 3)]),
 }
 LONG = [

@@ -18,7 +18,6 @@ from memory_tracker import local
 class Gpu(NamedTuple):
     """A GPU, as its data sheet describes it. Only the memory is what PyTorch reports, which is less."""
 
-    name: str
     memory_gib: float
     bf16_tflops: float  # of dense matrix products
     fp32_tflops: float  # of fp32 products after `set_float32_matmul_precision("high")`, which is TF32 if the GPU has it
@@ -27,16 +26,16 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "L4": Gpu("NVIDIA L4", 22, 121, 60, 300, 32),
-    "A10G": Gpu("NVIDIA A10G", 22, 70, 35, 600, 32),
-    "RTX4090": Gpu("NVIDIA RTX 4090", 23.6, 165, 83, 1008, 32),  # PCIe 4
-    "A100-40": Gpu("NVIDIA A100 40GB", 39.4, 312, 156, 1555, 300),
-    "L40S": Gpu("NVIDIA L40S", 44.4, 362, 183, 864, 32),
-    "A100-80": Gpu("NVIDIA A100 80GB", 79.1, 312, 156, 2039, 300),
-    "H100": Gpu("NVIDIA H100", 79.1, 989, 495, 3350, 450),
-    "H200": Gpu("NVIDIA H200", 139.8, 989, 495, 4800, 450),
-    "B200": Gpu("NVIDIA B200", 178.3, 2250, 1100, 8000, 900),
-    "MI300X": Gpu("AMD MI300X", 191.7, 1307, 163, 5300, 448),  # PyTorch uses no TF32 on it by default
+    "L4": Gpu(22, 121, 60, 300, 32),
+    "A10G": Gpu(22, 70, 35, 600, 32),
+    "RTX4090": Gpu(23.6, 165, 83, 1008, 32),  # PCIe 4
+    "A100-40": Gpu(39.4, 312, 156, 1555, 300),
+    "L40S": Gpu(44.4, 362, 183, 864, 32),
+    "A100-80": Gpu(79.1, 312, 156, 2039, 300),
+    "H100": Gpu(79.1, 989, 495, 3350, 450),
+    "H200": Gpu(139.8, 989, 495, 4800, 450),
+    "B200": Gpu(178.3, 2250, 1100, 8000, 900),
+    "MI300X": Gpu(191.7, 1307, 163, 5300, 448),  # PyTorch uses no TF32 on it by default
 }
 
 # The shares of the data sheet's peaks that kernels reach, fitted to two runs on one H100: see docs/results.md.

@@ -184,11 +184,12 @@ class Run:
             self.meta_model = script.load_model(self.args, self.config)
 
     def least(self) -> float:
-        """Bytes that a process needs at least: its shard of the state."""
-        if self.args.cpu_offload:
-            return 0
+        """Bytes that a process needs at least: its shard of the state, or parameters that stay gathered."""
         shards = self.script.mesh_shape(self.args, self.world)[1] if self.is_lm else self.size
-        return sum(p.nbytes + 12 * p.numel() * p.requires_grad for p in self.meta_model.parameters()) / shards
+        state = sum(p.nbytes + 12 * p.numel() * p.requires_grad for p in self.meta_model.parameters()) / shards
+        stay = not self.script.RESHARD[self.args.sharding_strategy]
+        gathered = 2 * stay * sum(p.numel() for p in self.meta_model.parameters())
+        return gathered if self.args.cpu_offload else max(state, gathered)
 
     def build(self) -> None:
         """Get ready to make training steps. The script uses the one model on the meta device, and copies nothing: fake
