@@ -614,9 +614,8 @@ def main(args, world):
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch = next(batches)
-        # Dropout must be the same after a resume, and differ between ranks. Seed after
-        # next(batches), because a DataLoader draws a random number when it starts. Hash only
-        # numbers: the hash of a string differs in each process.
+        # Dropout must be equal after a resume, and differ between ranks. Seed after next(batches),
+        # which may draw a number. Hash only numbers: strings hash differently in each process.
         torch.manual_seed(hash((args.seed, step, world.rank)))
         any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
         step_totals, grad_norm = train_step(args, world, model, optimizer, batch)

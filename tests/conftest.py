@@ -211,11 +211,11 @@ def articles_csv(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    """200 texts of about 1,500 characters, for the LM: shorter ones would take it longer to read."""
+    """200 texts of about 1,800 characters, for the LM: shorter ones would take it longer to read."""
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
     with path.open("w") as file:
-        for first in range(0, 2000, 10):
-            text = " ".join(builtin_article(index)["text"] for index in range(first, first + 10))
+        for first in range(0, 2400, 12):
+            text = " ".join(builtin_article(index)["text"] for index in range(first, first + 12))
             file.write(json.dumps({"text": text}) + "\n")
     return path
 
