@@ -213,8 +213,9 @@ def no_dropout(script):
     torch.nn.Dropout.forward = lambda self, x: x
 
 
-def signal_in_step(script, rank, step, name="SIGKILL", times=1):
-    """Signal a rank after its first, second, ... update of its shards, but not after a restart by torchrun."""
+def signal_in_step(script, rank, step, name="SIGKILL", times=1, group=False):
+    """Signal a rank, or its process group, after its first, second, ... update of its shards, but not after a restart
+    by torchrun."""
     train_step = script.train_step
     steps = itertools.count(1)
 
@@ -223,7 +224,7 @@ def signal_in_step(script, rank, step, name="SIGKILL", times=1):
         is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if next(steps) == step and world.rank == rank and is_first_start:
             for _ in range(times):
-                os.kill(os.getpid(), signal.Signals[name])
+                os.kill(0 if group else os.getpid(), signal.Signals[name])
         return result
 
     script.train_step = step_and_signal
@@ -240,15 +241,17 @@ def read_other_data(script):
     script.load_data = load_and_change
 
 
-def read_without_end(script):
-    """Make the LM's workers send one step, then read without end."""
+def pause_worker(script, seconds):
+    """Make the LM's workers wait after they have sent one step."""
     iterate = script.StepBatches.__iter__
 
-    def iterate_and_wait(self):
-        yield next(iterate(self))
-        time.sleep(400)
+    def iterate_and_pause(self):
+        batches = iterate(self)
+        yield next(batches)
+        time.sleep(seconds)
+        yield from batches
 
-    script.StepBatches.__iter__ = iterate_and_wait
+    script.StepBatches.__iter__ = iterate_and_pause
 
 
 def spawn_workers(script):
@@ -257,8 +260,15 @@ def spawn_workers(script):
 
 def kill_alone(script):
     """Kill rank 1, and no other process, in its first step, while its worker is reading."""
-    read_without_end(script)
+    pause_worker(script, 400)
     signal_in_step(script, 1, 1)
+
+
+def stop_group(script, name):
+    """Signal this rank and its worker, as a terminal does, while the worker prepares the second step."""
+    os.setsid()
+    pause_worker(script, 3)
+    signal_in_step(script, 0, 1, name, group=True)
 
 
 def kill_in_save(script, save):

@@ -84,6 +84,13 @@ def test_a_stopped_run_saves_and_leaves_no_process(processes, end, tiny_llama, t
         assert re.search(rf"^stopped .*step {last_step}\b.*--resume", Path("printed").read_text(), re.M)
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", long("SIGINT"), long("SIGHUP")])
+def test_a_signal_to_all_does_not_end_the_worker_that_the_run_still_needs(name, tiny_llama, tmp_path):
+    flags = (*LM, "--model", tiny_llama, "--max-steps", 50)
+    run_many("lm_multinode.py", {tmp_path: flags}, change=("stop_group", name))
+    assert list(losses(tmp_path)) == [1, 2] and (tmp_path / "checkpoints/step-0000002/progress.json").exists()
+
+
 @pytest.mark.long
 def test_a_killed_process_leaves_no_worker(tiny_llama, tmp_path):
     """Its worker, which is still reading, ends with it."""
@@ -94,7 +101,7 @@ def test_a_killed_process_leaves_no_worker(tiny_llama, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", [("read_without_end",), ("spawn_workers",)])
+@pytest.mark.parametrize("change", [("pause_worker", 400), ("spawn_workers",)])
 def test_a_run_does_not_wait_for_its_worker(change, tiny_llama, tmp_path):
     """The worker reads without end; or it is spawned, as on macOS."""
     flags = (*LM, "--model", tiny_llama, "--max-steps", 1, "--no-save-model")
