@@ -218,8 +218,8 @@ def note_stops():
 
     def note(signum, _frame):
         stops_received.append(signum)
-        if "RANK" not in os.environ:  # without torchrun, a second Ctrl-C quits
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signum == signal.SIGINT and "RANK" not in os.environ:
+            signal.signal(signum, signal.default_int_handler)  # a second Ctrl-C quits
 
     for signum in STOPS:
         signal.signal(signum, note)
@@ -370,7 +370,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return [file.parent for file in finished]
 
 
-def read_progress(checkpoint: Path) -> dict:
+def read_progress(checkpoint: Path):
     return json.loads((checkpoint / "progress.json").read_text())
 
 
@@ -390,7 +390,7 @@ def find_checkpoint(args, model_folder: Path) -> Path | None:
     return newest
 
 
-def checksum(*values) -> int:
+def checksum(*values):
     """A hash of values that JSON can hold. It is the same in every process, unlike `hash`."""
     return zlib.crc32(json.dumps(values, sort_keys=True, default=str).encode())
 
