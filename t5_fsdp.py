@@ -18,7 +18,7 @@ articles in about two minutes on two cores.
 
 Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard_with_fsdp2` (or its twin
 `shard_with_fsdp1`) and `train_step`. FSDP1 also differs in which ranks load the weights (`build`),
---backward-prefetch post, clipping (`train_step`) and `generate`.
+--backward-prefetch post, clipping (`train_step`) and `generate`. It has no --cpu-offload.
 
 After each epoch, `best/` gets the model if its validation loss is the lowest. --checkpoint-every N
 also saves a checkpoint, to continue from, every N steps and after each epoch, before validation. A
