@@ -60,7 +60,12 @@ def parse_args(kind: type, header: str):
     flag's help. Numbers must be 0 or more, and those that have no meaning at 0 must be 1 or more.
     header: the script's docstring."""
     is_rank0 = os.environ.get("RANK", "0") == "0"
-    args = tyro.cli(kind, description=header, console_outputs=is_rank0)  # prints errors once
+    try:
+        args = tyro.cli(kind, description=header, console_outputs=is_rank0)
+    except SystemExit as error:
+        if error.code != 0:  # not after --help
+            let_rank0_print()
+        raise
     for name, value in vars(args).items():
         minimum = 1 if name.endswith(("length", "micro_batch_size", "log_every")) else 0
         if isinstance(value, int | float) and not value >= minimum:  # also rejects nan
@@ -102,13 +107,16 @@ def run(main, args):
     dist.destroy_process_group()
 
 
+def let_rank0_print():
+    """On other ranks, wait: most errors happen on rank 0 as well. After it, torchrun ends them."""
+    if os.environ.get("RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how it does; `note_stops` only notes it
+        time.sleep(10)
+
+
 def fail(message: str, code: int):
     """Print an error and exit immediately. code: 2 for a user's mistake, 1 for a crash."""
-    if os.environ.get("RANK", "0") != "0":
-        # Most errors happen on rank 0 as well. Let it print them: torchrun then ends this process
-        # by SIGTERM, which after `note_stops` would only be noted.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(10)
+    let_rank0_print()
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     os._exit(code)  # a normal exit can hang while another rank waits in a collective
 
@@ -149,16 +157,14 @@ def setup(device_name: str) -> World:
         # TF32 on NVIDIA GPUs since Ampere: faster fp32 products, with 10 bits of mantissa.
         torch.set_float32_matmul_precision("high")
 
-    # How long a process waits for others, for example while rank 0 writes a model
-    timeout = timedelta(minutes=30)
+    timeout = timedelta(minutes=30)  # to wait for others, as while rank 0 writes a model
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     return World(rank, local_rank, size, local_world_size, device)
 
 
 def first_on_node(world, make):
-    """Collective. Call `make()` in one process per node and send the result to the others, so that
-    only one downloads, tokenizes or asks the Hub. Rank 0 goes first, because other nodes may share
-    its cache."""
+    """Collective. Call `make()` in one process per node, and send the result to the others. Rank 0
+    goes first: what it downloads or tokenizes may be in a cache that other nodes share."""
     result = make() if world.rank == 0 else None
     dist.barrier()
     if world.local_rank == 0:
@@ -227,8 +233,7 @@ def note_stops():
 
 def ask_for_stops():
     """Collective. Begin to ask all ranks whether they have noted a stop. Returns a function that
-    waits for the answer. Compute a step in between: the answer passes through all hosts, in a ring.
-    """
+    waits for the answer. Compute a step in between: the answer passes through all hosts."""
     count = torch.tensor(len(stops_received))  # on the CPU: no device has to wait
     work = dist.all_reduce(count, async_op=True)
 
@@ -274,8 +279,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def sum_over_ranks(values: torch.Tensor):
     """Collective. Sum over all ranks and return Python numbers. Do not call it in every step: the
     host waits for the device."""
-    # On a CPU, .cpu() returns the same tensor, which all_reduce would change.
-    total = values.cpu().clone()
+    total = values.cpu().clone()  # on a CPU, .cpu() returns the same tensor
     dist.all_reduce(total)
     return total.tolist()
 
@@ -384,8 +388,7 @@ def find_checkpoint(args, model_folder: Path) -> Path | None:
     newest = from_rank0([None, *checkpoints(args.output_dir)][-1])
     check(
         args.resume or newest is None,
-        f"{args.output_dir} holds checkpoints of an earlier run; add --resume, or choose another"
-        " --output-dir",
+        f"{args.output_dir} holds checkpoints; add --resume, or choose another --output-dir",
     )
     return newest
 
@@ -396,9 +399,8 @@ def checksum(*values):
 
 
 def check_same(args, names, dataset: int, config, checkpoint: Path | None) -> dict:
-    """Collective. Return what decides the samples and the model of a step: some flags, the checksum
-    of the dataset, and one of the model's config. Raises UserError unless these are the same on all
-    nodes, and the same as in the checkpoint."""
+    """Collective. Return what decides a step: some flags, and checksums of dataset and config.
+    Raises UserError unless they are the same on all nodes and in the checkpoint."""
     must_match = {name: getattr(args, name) for name in names}
     must_match["dataset"] = dataset
     # An update of transformers changes its version in the config.
@@ -414,11 +416,8 @@ def check_same(args, names, dataset: int, config, checkpoint: Path | None) -> di
 
 
 def save_checkpoint(progress: dict, args, model, optimizer, tokenizer):
-    """Collective. Save `checkpoints/step-N` and delete all but the newest two. Each rank writes its
-    own shards.
-
-    progress: `step`, `must_match` and anything else that JSON can hold; the same on all ranks.
-    """
+    """Collective. Save `checkpoints/step-N`, each rank its shards, and delete all but the newest
+    two. progress: `step`, `must_match` and what else JSON can hold; the same on all ranks."""
     path = args.output_dir / "checkpoints" / f"step-{progress['step']:07d}"
     path.mkdir(parents=True, exist_ok=True)  # on every rank, because dcp.save checks it
     weights, optimizer_state = get_state_dict(model, optimizer)
@@ -536,15 +535,21 @@ def train_tokenizer(texts, vocab_size: int, append_eos: bool):
 # ---- Data --------------------------------------------------------------------------------------
 
 
+def reader_of(name: str):
+    """The reader of `datasets` for a file, by its ending, or None for all else."""
+    ending = re.search(r"\.(csv|tsv|jsonl?|parquet|txt)(\.(gz|bz2|xz|zst))?(\?.*)?$", name.lower())
+    return ending and {"tsv": "csv", "jsonl": "json", "txt": "text"}.get(ending[1], ending[1])
+
+
 def open_dataset(name: str):
-    """Return the builder of `datasets` for a file, a glob, a URL, a folder or a Hub dataset (NAME
-    or NAME:CONFIG)."""
+    """Return the builder of `datasets` for a file, glob, URL, folder or Hub dataset NAME:CONFIG."""
     import datasets  # a slow import that the MNIST scripts do not need
 
-    ending = re.search(r"\.(csv|tsv|jsonl?|parquet|txt)(\.(gz|bz2|xz|zst))?(\?.*)?$", name.lower())
-    if ending:
-        reader = {"tsv": "csv", "jsonl": "json", "txt": "text"}.get(ending[1], ending[1])
-        builder = datasets.load_dataset_builder(reader, data_files=name)
+    # Of a folder, datasets reads one kind of file, and ignores the others without a word.
+    kinds = {reader_of(file.name) for file in Path(name).rglob("*")} - {None}
+    check(len(kinds) < 2, f"it has files of several kinds; choose one, as by '{name}/*.txt'")
+    if reader_of(name):
+        builder = datasets.load_dataset_builder(reader_of(name), data_files=name)
     else:
         builder = datasets.load_dataset_builder(*name.split(":"))
     if builder.name == "text":
@@ -682,8 +687,7 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
     num_held_out = sum(hash <= limit for hash in hashes)
     check(
         num_held_out < len(articles),
-        f"--dataset {name}: only {len(articles)} of {len(rows)} rows are usable (see"
-        " --max-summary-share)",
+        f"--dataset {name}: too few of {len(rows)} rows are usable; see --max-summary-share",
     )
     if dist.get_rank() == 0:
         print(f"dataset  {name}, {len(rows):,} rows, {len(articles):,} usable", flush=True)

@@ -546,8 +546,7 @@ def load_data(args, checkpoint: Path | None) -> tuple:
     sequences = cut(tokenize(held_out, tokenizer), args.seq_length)
     common.check(
         sequences,
-        f"{len(held_out)} held-out texts do not fill one sequence; use more or longer texts, or a"
-        " lower --seq-length",
+        f"{len(held_out)} held-out texts fill no sequence; use more texts, or a lower --seq-length",
     )
     checksum = common.checksum(to_train[:1000], open_texts(args).num_shards)
     return tokenizer, torch.tensor(sequences), checksum

@@ -148,7 +148,7 @@ PRECISIONS = {
 # FSDP1's names, with the value for FSDP2's reshard_after_forward.
 RESHARD = {
     "FULL_SHARD": True,  # ZeRO-3: parameters are gathered for forward and again for backward
-    "SHARD_GRAD_OP": False,  # ZeRO-2: they stay gathered; less traffic, more memory
+    "SHARD_GRAD_OP": False,  # ZeRO-2: they stay gathered from forward to backward: more memory
 }
 
 # When backward gathers the parameters of the next unit

@@ -37,6 +37,7 @@ MISTAKES = [
     ("lm_multinode.py --dataset someone/absent", 1, "--dataset someone/absent"),  # datasets'
     ("lm_multinode.py --dataset columns.jsonl", 2, "--dataset columns.jsonl", "text", "body"),
     ("lm_multinode.py --dataset mixed.jsonl", 1, "--dataset mixed.jsonl", "/text"),  # pyarrow's
+    ("lm_multinode.py --dataset several", 2, "--dataset several", "several kinds", "'several/*.txt'"),
     ("lm_multinode.py --dataset one.txt", 1, "--dataset one.txt", "too few texts"),
     ("lm_multinode.py --dataset some.jsonl --seq-length 2048", 1, "texts", "--seq-length"),
     ("lm_multinode.py --tokenizer endless", 1, "EOS"),
@@ -78,6 +79,9 @@ def files(tmp_path_factory, articles_csv, tiny_llama):
     for name, content in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     (folder / "one.txt").write_text("A line.\n" * 99)
+    (folder / "several").mkdir()
+    for name in ("one.txt", "some.jsonl"):
+        shutil.copy(folder / name, folder / "several")
     (folder / "empty.csv").write_text("text,headline\na,\n")
     (folder / "file").touch()
     (folder / "linked").mkdir()
