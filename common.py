@@ -323,7 +323,7 @@ def peak_gib(device: torch.device) -> float:
 def format_metric(name: str, value: float) -> str:
     if name == "lr":
         return f"{value:.1e}"
-    return f"{value:6,.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.4f}"
+    return f"{value:6,.0f}" if isinstance(value, int) or value >= 100 else f"{value:.4f}"
 
 
 class Log:

@@ -78,10 +78,8 @@ class Args:
     seq_length: int = 128  # tokens in a sequence
 
     # Training
-    max_steps: int = 500  # optimizer steps
-    global_batch_size: int = (
-        0  # sequences per step, on all GPUs; 0: 16, rounded up to divide evenly
-    )
+    max_steps: int = 500  # optimizer steps; the learning rate decays until the last one
+    global_batch_size: int = 0  # sequences per step on all GPUs; 0: 16, rounded up to divide evenly
     micro_batch_size: int = 4  # sequences on a GPU at once; out of memory? try 2, then 1
     lr: float = 0.0  # peak; 0: that of the row of MODELS, or 2e-5 if pretrained
     warmup_steps: int = 20  # steps up to the peak learning rate

@@ -97,7 +97,7 @@ class Args:
     # Training
     epochs: int = 3  # passes over the articles
     max_steps: int = 0  # optimizer steps instead of --epochs, if not 0
-    global_batch_size: int = 0  # articles per step, on all GPUs; 0: 32, rounded up to divide evenly
+    global_batch_size: int = 0  # articles per step on all GPUs; 0: 32, rounded up to divide evenly
     micro_batch_size: int = 16  # articles on a GPU at once; out of memory? try 8, 4, 2, 1
     test_batch_size: int = 50  # articles at once in validation
     lr: float = 1e-3  # learning rate of AdamW

@@ -4,7 +4,6 @@ First come functions that tests call. Then come changes: `run_many(..., change=(
 script in each process, before its main runs. A change injects a fault or records what the script does.
 """
 
-import argparse
 import copy
 import functools
 import importlib.util
@@ -24,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import datasets
 import numpy
 from transformers import AutoModelForCausalLM
 
@@ -76,20 +74,6 @@ def t5_articles(path, text="text", summary="headline"):
         return common.load_articles(str(path), text, summary, 0.75)
 
 
-def t5_lengths_of_steps(lengths, batch_size, steps, rank, size):
-    """The lengths of the articles that a rank trains on, in some steps."""
-    articles = datasets.Dataset.from_dict(
-        {"input_ids": [[0] * length for length in lengths], "labels": [[0]] * len(lengths)}
-    )
-    args = argparse.Namespace(seed=1, global_batch_size=batch_size)
-
-    def collate(rows):
-        return {"lengths": numpy.array([len(row["input_ids"]) for row in rows])}
-
-    batches = t5_fsdp.batches_on_device(args, world_of(rank, size), articles, collate, 0)
-    return [length for batch in itertools.islice(batches, steps) for length in batch["lengths"].tolist()]
-
-
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------
 LM_STRATEGIES = tuple(lm_multinode.RESHARD)
 LM_MODELS = tuple(lm_multinode.MODELS)
@@ -112,11 +96,6 @@ def lm_model(args):
 def on_meta(config):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def lm_trained_tokenizer(args):
-    """The tokenizer that a run trains on its texts."""
-    return lm_multinode.load_data(args, None)[0]
 
 
 def lm_mesh_shape(args, size, per_node):

@@ -2,9 +2,7 @@
 rounding on another number of processes. It refuses what would not be the same run."""
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -219,11 +217,9 @@ def test_a_damaged_checkpoint_is_one_sentence(saved, tmp_path):
     flags, folder = saved[LM_SCRIPT]
     shutil.copytree(folder, tmp_path / "run")
     [path, *_] = sorted(checkpoint(tmp_path / "run", 2).glob("*.distcp"))
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    path.write_bytes(path.read_bytes()[:99])
     flags = (*flags, "--resume", "--output-dir", tmp_path / "run")
     refuse(LM_SCRIPT, *flags, words=["checkpoint"], processes=2)
-    path.unlink()
-    refuse(LM_SCRIPT, *flags, words=["checkpoint", path.name], processes=2)
 
 
 # ---- What is saved ---------------------------------------------------------------------------------------------------
@@ -256,39 +252,24 @@ def test_the_best_model_stays_the_best_after_a_resume(tiny_model, articles_csv, 
     assert (tmp_path / "three" / "best" / "model.safetensors").read_bytes() == weights
 
 
-@pytest.mark.parametrize(
-    "script, place",
-    [(LM_SCRIPT, "link"), (T5_SCRIPT, "link"), long(LM_SCRIPT, "mount")],
-)
-def test_a_killed_export_is_repeated_and_leaves_other_files(script, place, tiny_llama, saved, tmp_path):
-    """The model's folder is a link or a mount point, with an older model. It is filled, not renamed. In between, no
-    mixture of two models can be loaded: old weights are removed first, and new ones come last."""
+@pytest.mark.parametrize("script", [LM_SCRIPT, T5_SCRIPT])
+def test_a_killed_export_is_repeated_and_leaves_other_files(script, tiny_llama, saved, tmp_path):
+    """The model's folder is a link, with an older model. It is filled, not renamed. In between, no mixture of two
+    models can be loaded: old weights are removed first, and new ones come last."""
     kind, name = (AutoModelForCausalLM, "model") if script == LM_SCRIPT else (AutoModelForSeq2SeqLM, "best")
     flags, folder = saved[script]
     shutil.copytree(folder, tmp_path / "run")
     model = tmp_path / "run" / name
-    if place == "link":
-        shutil.copytree(tiny_llama, tmp_path / "elsewhere")
-        model.symlink_to(tmp_path / "elsewhere")
-    else:
-        model.mkdir()
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "none", model], capture_output=True, text=True)
-        if mounted.returncode != 0:
-            (pytest.fail if os.environ.get("CI") else pytest.skip)(mounted.stderr)
-        shutil.copytree(tiny_llama, model, dirs_exist_ok=True)
+    model.symlink_to(shutil.copytree(tiny_llama, tmp_path / "elsewhere"))
     (model / "notes.txt").touch()
-    try:
-        flags = (*flags, "--save-model", "--resume")
-        finished = run_many(script, {tmp_path / "run": flags}, 1, change=("kill_in_export",), check=False)
-        assert finished.returncode != 0
-        with pytest.raises(OSError, match="no file"):
-            kind.from_pretrained(model)
-
-        run_many(script, {tmp_path / "run": flags}, 1)
+    flags = (*flags, "--save-model", "--resume")
+    finished = run_many(script, {tmp_path / "run": flags}, 1, change=("kill_in_export",), check=False)
+    assert finished.returncode != 0
+    with pytest.raises(OSError, match="no file"):
         kind.from_pretrained(model)
-        assert curve(tmp_path / "run") == curve(folder)  # it makes no step
-        assert (model.is_symlink() or model.is_mount()) and (model / "notes.txt").exists()
-        assert len({path.stat().st_mode for path in model.iterdir()}) == 1
-    finally:
-        if place == "mount":
-            subprocess.run(["umount", model], check=True)
+
+    run_many(script, {tmp_path / "run": flags}, 1)
+    kind.from_pretrained(model)
+    assert curve(tmp_path / "run") == curve(folder)  # it makes no step
+    assert model.is_symlink() and (model / "notes.txt").exists()
+    assert len({path.stat().st_mode for path in model.iterdir()}) == 1

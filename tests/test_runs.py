@@ -8,7 +8,7 @@ import shutil
 import torch
 
 import pytest
-from conftest import CLOSE, SMALL, curve, hub, long, make_llama, make_model, records, run_many, succeed
+from conftest import CLOSE, SMALL, curve, hub, long, make_llama, records, run_many, succeed
 from plain import lm_validation_loss, t5_samples
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file
@@ -125,47 +125,30 @@ def test_a_saved_model_has_the_dtype_that_it_began_with(dtype, tiny_model, tiny_
     assert loss == pytest.approx(curve(tmp_path / "output/lm_multinode.py", "val_loss")[-1], abs=2e-3)
 
 
-def test_built_in_shapes_have_the_published_sizes():
-    """They are the document's model, TinyLlama and Llama 2."""
-    sizes = {"tiny": 8_594_048, "150m": 214_983_680, "1b": 1_100_048_384, "7b": 6_738_415_616}
-    sizes |= {"13b": 13_015_864_320, "70b": 68_976_648_192}
-    heads = {"tiny": 32, "150m": 64, "1b": 64, "7b": 128, "13b": 128, "70b": 128}
-    for name in inside.LM_MODELS:
-        model = inside.lm_shape(name, 32_000)
-        assert (model.num_parameters(), model.config.head_dim) == (sizes[name], heads[name])
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_a_pretrained_model_trains_with_its_dropout(script, articles_csv, tmp_path):
+def test_a_pretrained_model_trains_with_its_dropout(tmp_path):
     """`from_pretrained` returns it in eval(), without dropout."""
     settings = {}
     for dropout in (0.0, 0.5):
-        folder = tmp_path / f"model {dropout}"
-        if script == "lm_multinode.py":
-            flags = (*SMALL, "--model", make_llama(folder, attention_dropout=dropout))
-        else:
-            flags = ("--model", make_model(folder, dropout_rate=dropout), "--dataset", articles_csv, "--log-every", 1)
-            flags = (*flags, "--no-run-validation")
-        settings[tmp_path / str(dropout)] = (*flags, "--max-steps", 1, "--no-save-model")
-    run_many(script, settings, 1)
+        model = make_llama(tmp_path / f"model {dropout}", attention_dropout=dropout)
+        settings[tmp_path / str(dropout)] = (*SMALL, "--model", model, "--max-steps", 1, "--no-save-model")
+    run_many("lm_multinode.py", settings, 1)
     assert abs(curve(tmp_path / "0.0")[0] - curve(tmp_path / "0.5")[0]) > 1e-4
 
 
 # ---- Requests to the Hub ---------------------------------------------------------------------------------------------
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_only_one_process_asks_the_hub(script, tiny_llama, tiny_model, articles_csv, tmp_path):
+def test_only_one_process_asks_the_hub(tiny_llama, tmp_path):
     """One process of each node asks for config and tokenizer, and rank 0 for the weights."""
-    folder, flags = tiny_llama, (*SMALL, "--model", "someone/model", "--max-steps", 1, "--no-save-model")
-    if script == "t5_fsdp.py":
-        folder, flags = tiny_model, (*flags[-5:], "--dataset", articles_csv, "--max-target-length", 8)
+    flags = (*SMALL, "--model", "someone/model", "--max-steps", 1, "--no-save-model")
     requests_of_runs = []
     for processes in (None, 2):
-        with hub(folder) as (variables, requests):
+        with hub(tiny_llama) as (variables, requests):
             # No fork: the Hub's library reads the address when it is imported.
             variables |= {"HF_HOME": str(tmp_path / f"cache{processes}")}
-            succeed(script, *flags, "--output-dir", tmp_path / str(processes), processes=processes, **variables)
+            succeed(
+                "lm_multinode.py", *flags, "--output-dir", tmp_path / str(processes), processes=processes, **variables
+            )
         requests_of_runs.append(sorted(requests))
     assert any("model.safetensors" in request for request in requests_of_runs[0])
     assert requests_of_runs[0] == requests_of_runs[1]

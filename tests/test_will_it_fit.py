@@ -4,13 +4,8 @@ strategies in docs/multi-node.md selects the strategy that the tool finds the fa
 import itertools
 import json
 import re
-import sys
 from argparse import Namespace
 
-import torch
-from torch._subclasses import FakeTensorMode
-
-import matplotlib.pyplot as plt
 import pytest
 import will_it_fit
 from conftest import ROOT, make_model, make_tokenizer, needs_peft, run_many
@@ -18,8 +13,7 @@ from shared import patched
 from step_time import GPUS
 from test_models import CAUSAL, LENGTH
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
-from will_it_fit import find_fastest, gpu_dropout, short, traced
-from will_it_fit import main as ask
+from will_it_fit import find_fastest, short, traced
 
 from inside import LM_STRATEGIES, T5_STRATEGIES, lm_mfu_per_token_per_second
 
@@ -85,15 +79,6 @@ def test_frozen_weights_have_no_gradients(tiny_llama, tmp_path):
     check(script, [(*LM, "--model", tiny_llama, "--global-batch-size", 16)], 2, tmp_path)
 
 
-def test_dropout_on_a_gpu_keeps_one_byte_per_value():
-    kept = []
-    with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
-        values = torch.empty(1000, dtype=torch.bfloat16, requires_grad=True)
-        assert gpu_dropout(values, 0.1, training=False) is values
-        assert gpu_dropout(values, 0.1).dtype == torch.bfloat16
-    assert [tensor.nbytes for tensor in kept] == [1000]
-
-
 def test_a_folder_with_a_config_suffices(tiny_llama, tmp_path):
     """mT5 and UMT5 do not tie the output layer. A row of MODELS has the vocabulary of --tokenizer."""
     for name, config in CAUSAL.items():
@@ -117,12 +102,11 @@ def test_a_smaller_micro_batch_never_needs_more_memory(script):
     sizes = ("--seq-length", 64) if script == "lm_multinode.py" else ("--max-source-length", 32)
     for strategy in LM_STRATEGIES if script == "lm_multinode.py" else T5_STRATEGIES:
         peaks = []
-        for size in (8, 2, 1):
+        for size in (8, 1):
             with traced(script, *flags, *sizes, "--sharding-strategy", strategy, "--micro-batch-size", size) as run:
                 peaks.append(run.peak())
                 gradients = sum(parameter.to_local().nbytes for parameter in run.model.parameters())
-        peaks[0] += gradients
-        assert all(smaller <= 1.02 * larger for larger, smaller in itertools.pairwise(peaks)), strategy
+        assert peaks[1] <= 1.02 * (peaks[0] + gradients), strategy
 
 
 # ---- Bytes that are sent, and time -----------------------------------------------------------------------------------
@@ -169,7 +153,7 @@ def test_the_predicted_time_is_that_of_an_h100(flags, measured):
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        *(("lm_multinode.py", (4, "--sharding-strategy", strategy)) for strategy in LM_STRATEGIES),
+        ("lm_multinode.py", (4, "--sharding-strategy", "SHARD_GRAD_OP")),
         ("lm_multinode.py", (2, "--sharding-strategy", "HYBRID_SHARD", "--gradient-sync", "last", "--cpu-offload")),
         ("t5_fsdp.py", (4, "--sharding-strategy", "SHARD_GRAD_OP", "--precision", "grad-bf16")),
     ],
@@ -189,13 +173,17 @@ def test_three_micro_batches_predict_a_step_of_many(script, flags, monkeypatch):
 
 
 # ---- What is printed and drawn ---------------------------------------------------------------------------------------
-def test_what_is_printed_and_the_largest_batch():
+def test_what_is_printed_and_the_largest_batch(tmp_path):
     four = ("lm_multinode.py", "--num-processes", 4)
     two_nodes = ("--processes-per-node", 2, "--network-gbits", 1, "--device-gib", 1)
-    settings = [("--sweep", "micro-batch-size=1,4"), ("--sweep", "sharding-strategy", *two_nodes), ("--cpu-offload",)]
-    settings.append(("--device", "cuda", "--compile", *two_nodes))  # neither --device nor --compile is traced
+    settings = [
+        ("--sweep", "micro-batch-size=1,4", "--plot", tmp_path / "memory.png"),
+        ("--sweep", "sharding-strategy", *two_nodes),
+        ("--cpu-offload",),
+        ("--device", "cuda", "--compile", *two_nodes),  # neither --device nor --compile is traced
+    ]
     printed = run_many(TOOL, [[*four, *flags] for flags in settings]).stdout
-    assert max(map(len, printed.splitlines())) <= 110
+    assert (tmp_path / "memory.png").exists()
     assert printed.count("the host, which starts") == 4  # the model is tiny
     assert re.findall(r"^\| (\w+) .*\| +(4 x 4\S*)", printed, re.M) == [("1", "4 x 4,"), ("4", "4 x 4")]
     offloaded, compiled = (dict(re.findall(r"^ *(.+?)  +(.+)", text, re.M)) for text in printed.split("yes: ")[3:])
@@ -217,17 +205,17 @@ def test_what_is_printed_and_the_largest_batch():
 
 def test_the_table_of_what_fits_has_the_first_strategy_that_fits():
     """Memory between the peaks of two strategies fits one. On one node each hybrid equals another strategy."""
-    question = ("--seq-length", 64, "--global-batch-size", 32)
+    question = ("--seq-length", 32, "--global-batch-size", 32)
     peaks = {}
     for count, strategy in (1, "NO_SHARD"), (4, "SHARD_GRAD_OP"), (4, "FULL_SHARD"), (16, "HYBRID_SHARD"):
-        flags = (*question, "--model", "150m", "--num-processes", count, "--sharding-strategy", strategy)
+        flags = (*question, "--model", "tiny", "--num-processes", count, "--sharding-strategy", strategy)
         with traced("lm_multinode.py", *flags) as run:
             peaks[count, strategy] = peak = run.peak() / 2**30
             assert run.least() / 2**30 < peak
     gibs = {case: 1.01 * peak / 0.9 for case, peak in peaks.items()}
     machines = [f"{count}x{gib}" for (count, _), gib in gibs.items()]
-    flags = [*question, "--sweep", "model=150m", "--hardware", *machines, f"4x{0.9 * gibs[4, 'FULL_SHARD']}"]
-    [row] = re.findall(r"^\| 150m +\| (.+) \|", run_many(TOOL, [["lm_multinode.py", *flags]]).stdout, re.M)
+    flags = [*question, "--sweep", "model=tiny", "--hardware", *machines, f"4x{0.9 * gibs[4, 'FULL_SHARD']}"]
+    [row] = re.findall(r"^\| tiny +\| (.+) \|", run_many(TOOL, [["lm_multinode.py", *flags]]).stdout, re.M)
     cells = [f"{short(peak)} {strategy}" for (_, strategy), peak in peaks.items()]
     assert [cell.strip() for cell in row.split("|")] == [*cells, "no"]
 
@@ -250,58 +238,26 @@ def test_what_the_tool_cannot_trace_ends_with_a_sentence(tiny_llama):
         assert word in finished.stderr, command
 
 
-def test_a_drawing_has_the_predicted_bytes(tmp_path, monkeypatch, capsys):
-    """The kinds are stacked, so the highest point is the peak."""
-    flags = "--num-processes 4 --precision fp32 --global-batch-size 16".split()
-    sweep = ["--sweep", "sharding-strategy=NO_SHARD,FULL_SHARD", "--plot", str(tmp_path / "memory.png")]
-    monkeypatch.setattr(sys, "argv", ["will_it_fit.py", "lm_multinode.py", *flags, *sweep])
-    ask()
-    printed = capsys.readouterr().out
-    assert (tmp_path / "memory.png").exists()
-    for panel, strategy in zip(plt.gcf().axes, ("NO_SHARD", "FULL_SHARD"), strict=True):
-        cost = cost_of(*flags, "--sharding-strategy", strategy)
-        parameters, moments, *_ = (size / 2**30 for size in cost["kinds"].values())
-        heights = [area.get_paths()[0].vertices[:, 1].max() for area in panel.collections]
-        assert heights[:2] == pytest.approx([parameters, parameters + moments], rel=1e-3)
-        assert heights[-1] == pytest.approx(cost["peak"] / 2**30, rel=1e-3)
-        assert re.search(rf"^\| {strategy} +\| +yes \| +{heights[-1]:.2f} \|", printed, re.M)
-
-
 # ---- The table of strategies -----------------------------------------------------------------------------------------
-def chosen_by_the_table(state, parameters, per_node, nodes, memory):  # the strategy of the first row that fits
-    page = (ROOT / "docs" / "multi-node.md").read_text()
-    section = re.split("^#", page.split("### Without the tool\n")[1], flags=re.M)[0]
-    rows = re.findall(r"^\| (one|several) \| 16/(n|s)( \+ 2)? \| `(\w+)`", section, re.M)
-    assert len(rows) == 6
-    for where, shards, gathered, strategy in rows:
-        needed = state / (per_node * nodes if shards == "n" else per_node) + bool(gathered) * parameters
-        if (where == "one") == (nodes == 1) and needed <= memory:
-            return strategy
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_the_table_of_strategies_takes_what_the_tool_finds_the_fastest(nodes):
-    """A GPU has these bytes for each parameter of the model, beside the activations."""
-    size = 8 * nodes
+def test_the_table_of_strategies_takes_what_the_tool_finds_the_fastest():
+    """On two nodes of eight GPUs, which have these bytes for each parameter of the model, beside the activations."""
     costs = {}
     for strategy in LM_STRATEGIES:
-        if "HYBRID" in strategy and nodes == 1:  # on one node each hybrid equals another strategy
-            continue
-        batch = ("--seq-length", 1024, "--micro-batch-size", 1, "--global-batch-size", size)
-        flags = ("--model", "150m", "--num-processes", size, "--sharding-strategy", strategy)
+        batch = ("--seq-length", 1024, "--micro-batch-size", 1, "--global-batch-size", 16)
+        flags = ("--model", "150m", "--num-processes", 16, "--sharding-strategy", strategy)
         with traced("lm_multinode.py", *flags, *batch) as run:
             costs[strategy] = run.cost()  # the time of computing hardly depends on the strategy
             count = run.model.num_parameters()
-    activations = costs["FULL_SHARD"]["peak"] - 16 * count / size
+    activations = costs["FULL_SHARD"]["peak"] - count
 
+    section = (ROOT / "docs" / "multi-node.md").read_text().split("### Without the tool\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| several \| 16/(n|s)( \+ 2)? \| `(\w+)`", section, re.M)
     chosen = set()
-    networks = (10, 100, 400) if nodes == 2 else (None,)
-    for gpu, gbits, per_parameter in itertools.product(("H100", "RTX4090"), networks, (100, 6, 2.6, 1.3)):
+    for gpu, gbits, per_parameter in itertools.product(("H100", "RTX4090"), (10, 100, 400), (100, 6, 2.6, 1.3)):
         for cost in costs.values():
             cost["fits"] = cost["peak"] <= activations + per_parameter * count
-        fastest = find_fastest(costs, GPUS[gpu], gbits)
-        expected = chosen_by_the_table(16 * count, 2 * count, 8, nodes, per_parameter * count)
-        assert fastest == expected, (gpu, gbits, per_parameter)
-        chosen.add(fastest)
-    sharded_by_node = {"_HYBRID_SHARD_ZERO2", "HYBRID_SHARD", "FULL_SHARD"}
-    assert chosen == (sharded_by_node if nodes == 2 else {"SHARD_GRAD_OP", "FULL_SHARD", None})
+        needs = {strategy: {"n": 1, "s": 2}[shards] + 2 * bool(gathered) for shards, gathered, strategy in rows}
+        fitting = [strategy for strategy, needed in needs.items() if needed <= per_parameter]
+        assert find_fastest(costs, GPUS[gpu], gbits) == fitting[0], (gpu, gbits, per_parameter)
+        chosen.add(fitting[0])
+    assert chosen == {"_HYBRID_SHARD_ZERO2", "HYBRID_SHARD", "FULL_SHARD"}

@@ -6,14 +6,11 @@
 
 It needs one GPU and no network: weights are random, in the shapes of the real models, and texts of random words fill
 every sequence. Each row is a run of the script's command line: 20 steps warm up and compile, then `--steps` count. A
-step is one micro-batch. Rows are printed as they come. If a run is out of memory, its row says so, and the next run
-starts. On a GPU the scripts compute fp32 in tf32.
+step is one micro-batch. If a run is out of memory, its row says so. On a GPU the scripts compute fp32 in tf32.
 
-`waiting` is the share of the time in which training waited for its data, in `next(steps)`.
-
-MFU is model FLOP/s over the device's bf16 peak, in every precision. will_it_fit.py counts the FLOPs and predicts the
-memory, but traces neither FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator handed out or, on a CPU, the
-process's memory.
+`waiting` is the share of the time in which training waited for its data. MFU is model FLOP/s over the device's bf16
+peak, in every precision. will_it_fit.py counts the FLOPs and predicts the memory, but traces neither FSDP1 nor
+`--compile`. `peak GiB` is what PyTorch's allocator handed out or, on a CPU, the process's memory.
 """
 
 import argparse
@@ -40,11 +37,7 @@ VARIANTS = {
     "bf16, recomputing": ("--precision", "bf16", "--activation-checkpointing"),
     "bf16, FSDP1": ("--precision", "bf16", "--fsdp-version", "1"),
     "tf32": ("--precision", "fp32"),
-    "tf32, recomputing": ("--precision", "fp32", "--activation-checkpointing"),
-    "tf32, compile": ("--precision", "fp32", "--compile"),
 }
-
-
 WARM_UP = 20  # steps
 
 
@@ -106,7 +99,9 @@ def rows(part: str, folder: Path, options):
         row["predicted GiB"] = "-"
         if "--compile" not in extra_flags and "--fsdp-version" not in extra_flags:
             row["predicted GiB"] = predict(script, run_flags, options.device)["peak"] / will_it_fit.GIB
-        yield row | {"peak GiB": result.get("peak GiB", "-"), "note": result.get("note", "")}
+        row |= {"peak GiB": result.get("peak GiB", "-"), "note": result.get("note", "")}
+        print(row, file=sys.stderr)  # the table comes at the end
+        yield row
 
 
 def main() -> None:

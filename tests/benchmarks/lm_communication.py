@@ -39,12 +39,6 @@ def flags_of(model: str, strategy: str, micro_batches: int) -> list:
     return [*FLAGS, "--model", model, "--sharding-strategy", strategy, "--global-batch-size", 4 * micro_batches]
 
 
-def limit(world, link: float | None) -> None:
-    """Limit what this node sends to `link` Mbit/s; None removes the limit."""
-    if world.local_rank == 0:
-        subprocess.run(shared.limit_command(link and f"{link:g}mbit"), check=True)
-
-
 def count(function) -> torch.Tensor:
     """The bytes that leave this node during a call, and its seconds. Only the barriers add a few bytes."""
     counter = Path(f"/sys/class/net/{CABLE}/statistics/tx_bytes")
@@ -61,7 +55,7 @@ def count(function) -> torch.Tensor:
 def measure(options) -> None:
     """Run one of four processes. For each link, rank 0 prints what a node sends in a step, and the seconds."""
     world = None
-    for strategy, micro_batches in itertools.product(options.strategies, options.micro_batches):
+    for strategy, micro_batches in itertools.product(LM_STRATEGIES, options.micro_batches):
         args = parse("lm_multinode.py", *flags_of(options.model, strategy, micro_batches))
         world = world or set_up(args)
         config = transformers.AutoConfig.from_pretrained(args.model)
@@ -69,11 +63,11 @@ def measure(options) -> None:
         model, step = lm_trainer(args, world, config, itertools.repeat((tokens, None)))
         for _ in range(2):  # the first steps connect the processes
             count(step)
-        turns = {link: [] for link in (None, *options.links)}
+        turns = {link: [] for link in (*options.links, None)}  # what this node sends, in Mbit/s; None: no limit
         for link in [*turns] * options.turns:
-            limit(world, link)
+            if world.local_rank == 0:
+                subprocess.run(shared.limit_command(link and f"{link:g}mbit"), check=True)
             turns[link].append(count(step))
-        limit(world, None)
 
         for link, steps in turns.items():
             medians = torch.stack(steps).median(dim=0).values
@@ -97,7 +91,7 @@ def predicted_bytes(*case) -> float:
 def rows(measured: list[list], model: Path):
     """Yield a row for each strategy and number of micro-batches."""
     for (strategy, micro_batches), steps in itertools.groupby(measured, lambda step: step[:2]):
-        (*_, sent, full_speed), *limited = steps
+        *limited, (*_, sent, full_speed) = steps
         predicted = predicted_bytes(model, strategy, micro_batches)
         row = {"strategy": strategy, "micro-batches": micro_batches, "MB": sent / 1e6}
         row |= {"predicted": predicted / 1e6, "full speed, s": full_speed}
@@ -121,7 +115,6 @@ def main(folder: Path, options) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", nargs="+", choices=LM_STRATEGIES, default=LM_STRATEGIES)
     parser.add_argument("--links", nargs="*", type=float, default=[1000, 100], help="Mbit/s in each direction")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 4], help="of each process in a step")
     parser.add_argument("--turns", type=int, default=3, help="steps with each link; the table has medians")

@@ -47,11 +47,14 @@ def limit_command(rate: str | None) -> list[str]:
 
 
 def print_table(rows) -> None:
-    """Print dictionaries with the same keys as a Markdown table. Each row is printed as soon as it is computed."""
-    for index, row in enumerate(rows):
-        if index == 0:
-            print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
-        print(f"| {' | '.join(map(cell, row.values()))} |", flush=True)
+    """Print dictionaries with the same keys as a Markdown table. The first column is aligned to the left."""
+    rows = list(rows)
+    table = [list(rows[0]), *(list(map(cell, row.values())) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table.insert(1, ["-" * width for width in widths])
+    for row in table:
+        first, *others = map(str.rjust, row, widths)
+        print(f"| {' | '.join([first.strip().ljust(widths[0]), *others])} |")
 
 
 def cell(value) -> str:

@@ -15,7 +15,6 @@ config.json. `--precision auto` means bf16. `--device` is ignored, and `--compil
 import argparse
 import contextlib
 import functools
-import importlib.util
 import itertools
 import math
 import sys
@@ -33,9 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformers
 from memory_tracker import KINDS, Tracker
-from shared import ROOT
+from shared import ROOT, print_table
 from step_time import GPUS, Gpu, Kernels, gpu_attention, gpu_dropout, tensors_in
 from tqdm import tqdm
+
+from inside import load_module
 
 GIB = 2**30
 USABLE = 0.9  # the share of a GPU's memory that a run may use; CUDA and NCCL also need some
@@ -78,11 +79,7 @@ def load_script(path: str):
     path = Path(path) if Path(path).exists() else ROOT / path
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules.pop("common", None)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = script
-    spec.loader.exec_module(script)
-    return script
+    return load_module(path)
 
 
 def config_of(script, args, vocabulary: int) -> transformers.PreTrainedConfig:
@@ -383,7 +380,7 @@ def print_hardware(options, arguments: list[str]) -> None:
                     cell = f"{short(needed / GIB)} {strategy}"
                     break
             rows[-1][f"{count:g} x {gib:g} GiB"] = cell
-    print_aligned(rows)
+    print_table(rows)
     print(f"\nGiB that a process holds at its peak, with {run.samples}; it may use {USABLE:.0%} of its GPU's memory")
 
 
@@ -476,15 +473,6 @@ def print_prediction(cost: dict, gpu: Gpu, networks: list) -> None:
         print(f"  at most                 {cost['tokens'] / least:,.0f} tokens/s, MFU {mfu:.1%}")
 
 
-def print_aligned(rows: list[dict[str, str]]) -> None:
-    """A Markdown table of dictionaries with the same keys. The first column is aligned to the left."""
-    table = [list(row.values()) for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(rows[0], *table, strict=True)]
-    for cells in (rows[0], ["-" * width for width in widths], *table):
-        first, *others = map(str.rjust, cells, widths)
-        print(f"| {' | '.join([first.strip().ljust(widths[0]), *others])} |")
-
-
 def print_sweep(name: str, costs: dict[str, dict], gpu: Gpu, networks: list) -> None:
     """A Markdown table with one row per value. `<-` marks the fastest at each speed of the network."""
     batches = {cost["batch in words"] for cost in costs.values()}
@@ -500,7 +488,7 @@ def print_sweep(name: str, costs: dict[str, dict], gpu: Gpu, networks: list) -> 
             row[column] = bounds(parts_of_step(cost, gpu, gbits)) + mark
         rows.append(row)
 
-    print_aligned(rows)
+    print_table(rows)
     print("\nmax batch: the largest micro-batch that fits, in a step without accumulation")
     if len(batches) == 1:
         print(f"processes x samples: {cost['batch in words']}")
@@ -510,8 +498,6 @@ def main() -> None:
     arguments = sys.argv[1:]
     options, _ = make_parser().parse_known_args(arguments)
     transformers.logging.set_verbosity_error()
-    if options.plot and not importlib.util.find_spec("matplotlib"):
-        fail("--plot needs matplotlib: pip install matplotlib")
     if options.hardware:
         print_hardware(options, arguments)
     else:
