@@ -19,6 +19,7 @@ from conftest import (
     VERSIONS,
     curve,
     fsdp,
+    long,
     make_llama,
     make_model,
     make_tokenizer,
@@ -102,12 +103,7 @@ def check_same(folder, reference):
     assert curve(folder, "grad_norm") == pytest.approx(curve(reference, "grad_norm"), rel=1e-3), folder
 
 
-FIRST = ("gpt2", "gemma3_text", "mistral")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.long) for name in LM_TESTED]
-)
+@pytest.mark.parametrize("name", [name if name in ("gpt2", "gemma3_text") else long(name) for name in LM_TESTED])
 def test_a_tested_model_has_the_losses_of_transformers(name, causal, tmp_path):
     flags = (*LM, "--model", causal / name)
     run_many("lm_multinode.py", {tmp_path / "one": (*flags, "--validate-every", 0, "--no-save-model")}, 1)

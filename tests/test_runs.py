@@ -60,7 +60,7 @@ def test_the_second_run_of_mnist_ends_with_both(network, fork, small_mnist, tmp_
 # ---- T5 --------------------------------------------------------------------------------------------------------------
 def test_t5_prints_what_runs_and_rouge_equals_that_of_plain_transformers(tmp_path):
     """rouge_score scores the first 100 of 103 articles. Three processes must count each once, in several batches."""
-    flags = ("--num-train-samples", 480, "--epochs", 1, "--global-batch-size", 24, "--lr", 5e-3, "--precision", "fp32")
+    flags = ("--num-train-samples", 240, "--epochs", 1, "--global-batch-size", 24, "--lr", 5e-3, "--precision", "fp32")
     flags += ("--num-validation-samples", 103, "--test-batch-size", 7, "--max-target-length", 16)
     printed = run_many("t5_fsdp.py", {tmp_path: flags}, 3).stdout
     model, tokenizer = (kind.from_pretrained(tmp_path / "best") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
