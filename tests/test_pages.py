@@ -173,5 +173,5 @@ def test_the_program_on_the_front_page_prints_the_same_on_any_number_of_processe
     loss = r"^step \d+ \| loss (\S+)$"
     on_the_page = list(map(float, re.findall(loss, page, re.M)))
     assert len(on_the_page) == 2
-    printed = succeed(path, processes=size, CUDA_VISIBLE_DEVICES="").stdout
+    printed = succeed(path, processes=size, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1").stdout
     assert list(map(float, re.findall(loss, printed, re.M))) == pytest.approx(on_the_page, abs=3e-4)

@@ -33,15 +33,15 @@ def test_networks_have_the_published_sizes():
     assert sizes == SIZES
 
 
-@pytest.mark.parametrize("network, fork", [("shallow", True), long("layers", False)])
-def test_the_second_run_of_mnist_ends_with_both(network, fork, small_mnist, tmp_path):
+@pytest.mark.parametrize("network", ["shallow", long("layers")])
+def test_the_second_run_of_mnist_ends_with_both(network, small_mnist, tmp_path):
     """With torchrun each of two processes holds half of the state. "layers" has the same losses, and a lower peak."""
     flags = ("--model", network, "--dataset", "mnist", "--data-dir", small_mnist, "--output-dir", tmp_path)
     flags = (*flags, "--epochs", 1, "--global-batch-size", 24)
     if network == "shallow":
         flags += ("--min-num-params", 10**7)  # one unit, whose gathered weights must not count as state
-    succeed("mnist_fsdp.py", *flags, fork=fork)
-    printed = succeed("mnist_fsdp.py", *flags, processes=2, fork=fork).stdout
+    run_many("mnist_fsdp.py", [flags])
+    printed = run_many("mnist_fsdp.py", [flags], 2).stdout
     local, sharded = records(tmp_path, "loss")
     assert (local["mode"], local["processes"]) == ("local", 1)
     assert (sharded["mode"], sharded["processes"]) == ("fsdp", 2)

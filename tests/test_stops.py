@@ -38,7 +38,6 @@ STOPS = [
     long(2, "SIGTERM"),
     long(2, "closed terminal"),
     long(None, "Ctrl-C"),
-    long(None, "closed terminal"),
     long(None, "closed terminal, nohup"),  # it continues
 ]
 

@@ -81,8 +81,8 @@ def test_frozen_weights_have_no_gradients(tiny_llama, tmp_path):
 
 def test_a_folder_with_a_config_suffices(tiny_llama, tmp_path):
     """mT5 and UMT5 do not tie the output layer. A row of MODELS has the vocabulary of --tokenizer."""
-    for name, config in CAUSAL.items():
-        config.save_pretrained(tmp_path / name)
+    for name in ("gpt2", "gemma3_text", "lfm2"):
+        CAUSAL[name].save_pretrained(tmp_path / name)
         assert cost_of("--model", tmp_path / name, "--seq-length", LENGTH)["peak"] > 0
     for kind in ("t5", "mt5", "umt5"):
         shape = {"vocab_size": 1024, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "decoder_start_token_id": 0}
@@ -154,7 +154,7 @@ def test_the_predicted_time_is_that_of_an_h100(flags, measured):
     ("script", "flags"),
     [
         ("lm_multinode.py", (4, "--sharding-strategy", "SHARD_GRAD_OP")),
-        ("lm_multinode.py", (2, "--sharding-strategy", "HYBRID_SHARD", "--gradient-sync", "last", "--cpu-offload")),
+        ("lm_multinode.py", (2, "--sharding-strategy", "HYBRID_SHARD", "--gradient-sync", "last")),
         ("t5_fsdp.py", (4, "--sharding-strategy", "SHARD_GRAD_OP", "--precision", "grad-bf16")),
     ],
 )
@@ -178,7 +178,7 @@ def test_what_is_printed_and_the_largest_batch(tmp_path):
     two_nodes = ("--processes-per-node", 2, "--network-gbits", 1, "--device-gib", 1)
     settings = [
         ("--sweep", "micro-batch-size=1,4", "--plot", tmp_path / "memory.png"),
-        ("--sweep", "sharding-strategy", *two_nodes),
+        ("--sweep", "sharding-strategy=FULL_SHARD,HYBRID_SHARD,_HYBRID_SHARD_ZERO2", *two_nodes),
         ("--cpu-offload",),
         ("--device", "cuda", "--compile", *two_nodes),  # neither --device nor --compile is traced
     ]
