@@ -11,9 +11,8 @@ C4's, and articles as long as WikiHow's.
                               text, the model is one FSDP1 unit, AdamW is not fused, and every micro-batch calls
                               `.item()`. Its accumulation is corrected (docs/from-the-documents.md), so it is faster
 
-The last table has the LM's loader in one process, which has all streams, with 16 sequences of 1,024 tokens in a step:
-alone, and beside a GPU that needs 60 ms for a step (here, a sleep). `waiting` is the share of the time in which the GPU
-waits for its data.
+The last table has the LM's loader in one process, with 16 sequences of 1,024 tokens in a step: alone, and beside a GPU
+that needs 60 ms for a step (here, a sleep). `waiting` is the share of the time in which the GPU waits for its data.
 """
 
 import argparse

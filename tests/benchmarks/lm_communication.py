@@ -4,10 +4,9 @@ what will_it_fit.py predicts of both.
     python tests/benchmarks/lm_communication.py [--links 1000 100] [--micro-batches 1 4] [--turns 3]
 
 Two nodes of two processes, on one machine (see tests/two_nodes.py; needs root), train a Llama of 15 million parameters.
-Under each strategy the same processes take steps in turns: at the full speed of the cable, and with a limit of some
-Mbit/s in both directions. The network interface counts the MB that leave a node; seconds are medians. The bounds come
-from will_it_fit.py, with a step at full speed as the time to compute. The strategy with the least upper bound should be
-the fastest.
+Under each strategy the same processes take steps in turns: with a limit of some Mbit/s in both directions, and at full
+speed. The network interface counts the MB that leave a node; seconds are medians. The bounds come from will_it_fit.py,
+with a step at full speed as the time to compute. The strategy with the least upper bound should be the fastest.
 """
 
 import argparse

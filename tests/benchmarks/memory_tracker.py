@@ -122,10 +122,8 @@ class Tracker(TorchDispatchMode):
 
 
 class TrackerWithoutGloo(Tracker):
-    """Leaves out a copy of a unit's gradients, which gloo's reduce-scatter makes and NCCL's does not.
-
-    No operation shows when gloo makes the copy. The first operation that returns it is a split after reduce-scatter.
-    """
+    """Leaves out a copy of a unit's gradients that gloo's reduce-scatter makes and NCCL's does not. No operation shows
+    when gloo makes it. The first operation that returns it is a split after reduce-scatter."""
 
     is_gloo_copy = False  # whether the operation returns this copy
 
@@ -140,9 +138,8 @@ class TrackerWithoutGloo(Tracker):
 
 
 def record_peak(script) -> None:
-    """Make every rank write the peak of a training step, in bytes, and the model's vocabulary to `peak-RANK.json`.
-    It is the median of the steps after the first, because gloo's threads free tensors at varying times.
-    """
+    """Make every rank write the peak of a training step, in bytes, and the model's vocabulary to `peak-RANK.json`. It
+    is the median of the steps after the first, because gloo's threads free tensors at varying times."""
     train_step = script.train_step
     peaks = []
 
