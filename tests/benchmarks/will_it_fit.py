@@ -352,7 +352,7 @@ def values_of(options) -> tuple[str, dict[str, list[str]]]:
 
 
 def print_hardware(options, arguments: list[str]) -> None:
-    """Print a table of the first strategy that fits, in the order of docs/multi-node.md, with a row for each value of
+    """Print a table of the first strategy that fits, in the order of README.md, with a row for each value of
     --sweep and a column for each --hardware."""
     name, values = values_of(options)
     if {"--num-processes", "--sharding-strategy"} & {*arguments, f"--{name}"}:
