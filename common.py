@@ -108,9 +108,9 @@ def run(main, args):
 
 
 def let_rank0_print():
-    """On other ranks, wait: most errors happen on rank 0 as well. After it, torchrun ends them."""
+    """Wait on other ranks: most errors happen on rank 0 as well. When it ends, torchrun ends all."""
     if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how it does; `note_stops` only notes it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, which `note_stops` only notes
         time.sleep(10)
 
 
@@ -279,7 +279,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 def sum_over_ranks(values: torch.Tensor):
     """Collective. Sum over all ranks and return Python numbers. Do not call it in every step: the
     host waits for the device."""
-    total = values.cpu().clone()  # on a CPU, .cpu() returns the same tensor
+    total = values.cpu().clone()  # .cpu() may return `values`, which all_reduce would change
     dist.all_reduce(total)
     return total.tolist()
 

@@ -64,7 +64,7 @@ def flags_of(articles_csv, texts, tmp_path):
     return make
 
 
-# ---- Chains of runs, each of which is ended and then continues -------------------------------------------------------
+# ---- Chains of runs: each is ended, and the next one continues -------------------------------------------------------
 KILL = ("signal_in_step", 1, 4)  # of rank 1, after its fourth update
 KILL_IN_SAVE = ("kill_in_save", 2)  # in its second save: shards are written, but not the file that finishes them
 
