@@ -108,7 +108,7 @@ def run(main, args):
 
 
 def let_rank0_print():
-    """Wait on other ranks: most errors happen on rank 0 as well. When it ends, torchrun ends all."""
+    """On other ranks, wait: most errors happen on rank 0, too. When it ends, torchrun ends all."""
     if os.environ.get("RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, which `note_stops` only notes
         time.sleep(10)
