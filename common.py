@@ -67,7 +67,7 @@ def parse_args(kind: type, header: str):
             let_rank0_print()
         raise
     for name, value in vars(args).items():
-        minimum = 1 if name.endswith(("length", "micro_batch_size", "log_every")) else 0
+        minimum = 1 if name.endswith(("length", "per_unit", "micro_batch_size", "log_every")) else 0
         if isinstance(value, int | float) and not value >= minimum:  # also rejects nan
             fail(f"--{name.replace('_', '-')} {value} is not {minimum} or more", code=2)
     return args

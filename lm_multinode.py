@@ -92,6 +92,7 @@ class Args:
     ] = "FULL_SHARD"
     """roughly from least to most memory"""
     shards_per_replica: int = 0  # for the hybrids; 0: the processes of a node
+    layers_per_unit: int = 1  # gathered at once; 4: faster if layers are small
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 if the GPU supports it
     cpu_offload: bool = False  # keep shards on the CPU: least memory, slow
     activation_checkpointing: bool = False  # recompute each layer: less memory, slower
@@ -116,9 +117,9 @@ MUST_MATCH = ("model", "tokenizer", "seq_length", "global_batch_size", "seed")
 
 # Each rank keeps a shard, a slice of the rows, of every fp32 parameter, of its gradient and of its
 # two moments. FSDP gathers parameters in groups, called units. While a unit computes, the rank has
-# a temporary copy of its parameters, in --precision. Each decoder layer is a unit. The embedding
-# and the output layer are units, too, unless they share their weights. Everything else is in the
-# root unit.
+# a temporary copy of its parameters, in --precision. Each decoder layer is a unit: several would
+# cost the host less time, but more memory (--layers-per-unit). The embedding and the output layer
+# are units, too, unless they share their weights. Everything else is in the root unit.
 
 # FSDP2 has no strategies. Each of FSDP1's is a mesh (see mesh_shape) and one boolean,
 # reshard_after_forward. True: a layer's parameters are freed after its forward and gathered again
@@ -178,8 +179,9 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
 
     reshard = RESHARD[args.sharding_strategy]
-    for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshard, **options)
+    for first in range(0, len(layers), args.layers_per_unit):
+        unit = layers[first : first + args.layers_per_unit]
+        fully_shard(unit, reshard_after_forward=reshard, **options)
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if head.weight is not embedding.weight:

@@ -97,7 +97,7 @@ def trainer_loop(path: Path, model: Path, samples: list, micro_batch_size: int, 
 
 def lm_loops(folder: Path, options) -> dict[str, list]:
     """The command of each loop, without torchrun."""
-    made_up.write_texts(folder, texts=20)
+    made_up.write_texts(folder, texts=5)
     model = made_up.write_llama(folder / "llama", layers=8)
     flags = [*options.flags, "--model", model, "--dataset", f"{folder}/*.json.gz", "--validate-every", 0]
     flags += ["--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 8]
@@ -142,7 +142,7 @@ def loop_rows(make_loops, folder: Path, options):
 
 
 def loader_rows(folder: Path, options):
-    made_up.write_texts(folder, texts=20)
+    made_up.write_texts(folder, texts=5)
     flags = ["--dataset", f"{folder}/*.json.gz", "--seq-length", 1024, "--global-batch-size", 16]
     args = parse("lm_multinode.py", *flags)
     for turn, gpu_ms in itertools.product(range(options.turns), (0, 60)):

@@ -34,6 +34,7 @@ TARGET = 152
 VARIANTS = {
     "bf16": ("--precision", "bf16"),
     "bf16, compile": ("--precision", "bf16", "--compile"),
+    "bf16, compile, units of 4": ("--precision", "bf16", "--compile", "--layers-per-unit", "4"),
     "bf16, recomputing": ("--precision", "bf16", "--activation-checkpointing"),
     "bf16, FSDP1": ("--precision", "bf16", "--fsdp-version", "1"),
     "tf32": ("--precision", "fp32"),
@@ -43,8 +44,8 @@ WARM_UP = 20  # steps
 
 def prepare_lm(folder: Path, options) -> list:
     """Write texts and a tokenizer. Returns the flags of a run."""
-    made_up.write_texts(folder, texts=100 if options.tiny else 1000)
-    flags = ["--model", "tiny" if options.tiny else "150m", "--seq-length", 128 if options.tiny else 1024]
+    made_up.write_texts(folder, texts=25 if options.tiny else 100)
+    flags = ["--model", "tiny" if options.tiny else options.lm, "--seq-length", 128 if options.tiny else 1024]
     flags += ["--dataset", f"{folder}/*.json.gz", "--tokenizer", folder]
     return [*flags, "--num-validation-texts", 20, "--validate-every", 0]
 
@@ -85,7 +86,8 @@ def rows(part: str, folder: Path, options):
     flags += ["--max-steps", WARM_UP + options.steps, "--log-every", WARM_UP]
     one = predict(script, [*flags, "--micro-batch-size", 1, "--global-batch-size", 1], "cuda")
     flops = one["kernels"].model_flops / one["tokens"]
-    for size, (name, extra_flags) in itertools.product(options.batch_sizes, VARIANTS.items()):
+    for size, name in itertools.product(options.batch_sizes, options.variants):
+        extra_flags = VARIANTS[name]
         if part == "lm" and "--fsdp-version" in extra_flags:
             continue
         run_flags = [*flags, "--micro-batch-size", size, "--global-batch-size", size, *extra_flags]
@@ -107,6 +109,8 @@ def rows(part: str, folder: Path, options):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["lm", "t5"], choices=("lm", "t5"))
+    parser.add_argument("--lm", default="150m", help="the size of the Llama")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument("--steps", type=int, default=100, help="steps that count, a multiple of 20")

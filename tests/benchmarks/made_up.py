@@ -34,13 +34,13 @@ def made_up_texts(count: int, mean: float, sigma: float):
 
 
 def write_texts(folder: Path, texts: int) -> None:
-    """Write a tokenizer, and 128 files of `texts` texts. They have 480 tokens on average; half have fewer than 260."""
+    """Write a tokenizer, and 512 files of `texts` texts. They have 480 tokens on average; half have fewer than 260."""
     tokenizer = train_tokenizer(topics.values(), 32_000, append_eos=False)
     tokenizer.save_pretrained(folder)
     sample = " ".join(topics.values())
     mean = 480 * len(sample.split()) / len(tokenizer(sample, verbose=False)["input_ids"])
-    made_up = made_up_texts(128 * texts, mean, sigma=1.1)
-    for shard in range(128):
+    made_up = made_up_texts(512 * texts, mean, sigma=1.1)
+    for shard in range(512):
         with gzip.open(folder / f"c4-train.{shard:05d}.json.gz", "wt") as file:
             for text in itertools.islice(made_up, texts):
                 file.write(json.dumps({"text": text, "timestamp": "", "url": ""}) + "\n")

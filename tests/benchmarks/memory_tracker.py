@@ -43,8 +43,9 @@ class Tracker(TorchDispatchMode):
         self.totals = []
         self.kinds = {}
 
-        groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-        self.groups = [group for group in groups if group]
+        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+        # The layers of a unit have the same group.
+        self.groups = [group for group in dict.fromkeys(state._fsdp_param_group for state in states) if group]
         self.sharded = [parameter for group in self.groups for parameter in group.fsdp_params]
         # FSDP2 gathers parameters into these storages. It frees them by resizing them to 0 bytes.
         outputs = [[o for p in group.fsdp_params for o in p.all_gather_outputs] for group in self.groups]
