@@ -208,13 +208,8 @@ def choose_precision(name: str, device: torch.device) -> str:
 
 # ---- Stops -------------------------------------------------------------------------------------
 
-# Signals that stop a run: SIGTERM (from a cluster), SIGINT (Ctrl-C) and SIGHUP (closed terminal).
-# A signal that is already ignored, such as SIGHUP under nohup, stays ignored.
-STOPS = [
-    signum
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    if signal.getsignal(signum) != signal.SIG_IGN
-]
+# Signals that stop a run: from a cluster, by Ctrl-C, and from a closed terminal
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 stops_received = []
 
 
@@ -228,7 +223,8 @@ def note_stops():
             signal.signal(signum, signal.default_int_handler)  # a second Ctrl-C quits
 
     for signum in STOPS:
-        signal.signal(signum, note)
+        if signal.getsignal(signum) != signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(signum, note)
 
 
 def ask_for_stops():
@@ -454,8 +450,9 @@ def load_checkpoint(path: Path, model, optimizer) -> dict:
 def load_pretrained(kind, name: str, config):
     """`kind.from_pretrained(name)` in fp32, ready to train. Raises UserError if weights are
     missing, because transformers would initialize them at random."""
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    model, info = kind.from_pretrained(name, **options)
+    model, info = kind.from_pretrained(
+        name, config=config, dtype=torch.float32, output_loading_info=True
+    )
     missing = ", ".join(sorted(info["missing_keys"]))
     check(not missing, f"{name} has no weights for {missing}")
     return model.train()  # from_pretrained returns it in eval mode

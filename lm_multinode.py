@@ -92,7 +92,7 @@ class Args:
     ] = "FULL_SHARD"
     """roughly from least to most memory"""
     shards_per_replica: int = 0  # for the hybrids; 0: the processes of a node
-    layers_per_unit: int = 1  # gathered at once; 4: faster if layers are small
+    layers_per_unit: int = 1  # decoder layers gathered at once; 4: faster if they are small
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 if the GPU supports it
     cpu_offload: bool = False  # keep shards on the CPU: least memory, slow
     activation_checkpointing: bool = False  # recompute each layer: less memory, slower

@@ -18,8 +18,7 @@ articles in about two minutes on two cores.
 
 Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard_with_fsdp2` (or its twin
 `shard_with_fsdp1`) and `train_step`. FSDP1 also differs in which ranks load the weights (`build`),
---backward-prefetch post, clipping (`train_step`) and `generate`. It has no --cpu-offload and no
---layers-per-unit.
+--backward-prefetch post, clipping (`train_step`) and `generate`, and lacks two flags.
 
 After each epoch, `best/` gets the model if its validation loss is the lowest. --checkpoint-every N
 also saves a checkpoint, to continue from, every N steps and after each epoch, before validation. A
@@ -135,9 +134,8 @@ MUST_MATCH = (
 
 # ---- FSDP --------------------------------------------------------------------------------------
 
-# FSDP gathers and frees parameters in groups, called units. Each T5Block is a unit, or several are
-# (--layers-per-unit). Everything else is in the root unit: mostly the embedding, which encoder,
-# decoder and output layer share.
+# FSDP gathers and frees parameters in groups, called units: a T5Block, or several. All else is the
+# root unit: mostly the embedding, which encoder, decoder and output layer share.
 
 # The dtype for gathering parameters and computing, and the dtype for reducing gradients. The
 # optimizer's shards are always fp32.
@@ -171,9 +169,7 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
     full_model: the model with its weights, on rank 0 only. meta_model: a copy whose parameters have
     shapes but no memory.
     """
-    common.check(
-        args.backward_prefetch != "post", "--backward-prefetch post needs --fsdp-version 1"
-    )
+    common.check(args.backward_prefetch != "post", "--backward-prefetch post needs FSDP1")
     # 1. Begin on the meta device, so that no device has to hold the whole model.
     model = copy.deepcopy(meta_model)
     layers = prepare_layers(args, model)
@@ -219,7 +215,7 @@ def shard_with_fsdp1(args, world, model) -> nn.Module:
         not args.cpu_offload,
         "FSDP1's --cpu-offload keeps only the last micro-batch's gradients; use --fsdp-version 2",
     )
-    common.check(args.layers_per_unit == 1, "--layers-per-unit needs --fsdp-version 2")
+    common.check(args.layers_per_unit == 1, "--layers-per-unit needs FSDP2")
     mesh = init_device_mesh(world.device.type, (world.size,))
     layers = prepare_layers(args, model)
 
@@ -536,7 +532,6 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
     record = {"step": step, "val_loss": val_loss}
     log.metrics(record | dict(zip(ROUGE, means, strict=True)))
     for name, text in {"article": articles[0]["text"], **example}.items():
-        text = text or "(nothing yet)"
         log.print(textwrap.fill(f"{name:10} {text}", 79, subsequent_indent=" " * 11, max_lines=5))
     return val_loss
 

@@ -37,7 +37,8 @@ def order_of(folder):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_units_bytes_and_order_of_a_step_of_t5(version, tiny_model, articles_csv, tmp_path):
-    """Each block is a unit, and so is the root. Flags decide when and in which precision units are sent."""
+    """Each block is a unit, and so is the root. Flags decide when, how many at once and in which precision units are
+    sent."""
     variants = {
         "fp32": ("--print-model",),
         "bf16": ("--precision", "bf16"),
@@ -47,8 +48,7 @@ def test_units_bytes_and_order_of_a_step_of_t5(version, tiny_model, articles_csv
         "recomputing": RECOMPUTING,
         "none": ("--backward-prefetch", "none"),
     }
-    if version == 1:
-        variants["post"] = ("--backward-prefetch", "post")
+    variants |= {1: {"post": ("--backward-prefetch", "post")}, 2: {"of two": ("--layers-per-unit", 2)}}[version]
     flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--fsdp-version", version)
     settings = {tmp_path / name: (*flags, *variants[name]) for name in variants}
     printed = run_many("t5_fsdp.py", settings, 2, change=("record_collectives",)).stdout
@@ -71,7 +71,10 @@ def test_units_bytes_and_order_of_a_step_of_t5(version, tiny_model, articles_csv
     # Backward gathers the next block before this one computes, or only when needed, or after this one has computed.
     assert order_of(tmp_path / "fp32").endswith("GC GCR GCR GCR CR R".replace(" ", ""))
     assert order_of(tmp_path / "none").endswith("GCR GCR GCR GCR R".replace(" ", ""))
-    assert version == 2 or order_of(tmp_path / "post").endswith("GC GRC GRC GRC R R".replace(" ", ""))
+    if version == 1:
+        assert order_of(tmp_path / "post").endswith("GC GRC GRC GRC R R".replace(" ", ""))
+    else:
+        assert order_of(tmp_path / "of two").endswith("GC GCR CR R".replace(" ", ""))
 
 
 # ---- The LM ----------------------------------------------------------------------------------------------------------
@@ -80,12 +83,14 @@ def test_units_and_products_of_a_step_of_the_lm(tiny_llama, tmp_path):
     it is another unit, so the layers can compute while it is sent."""
     flags = (*LM, "--model", tiny_llama, "--global-batch-size", 4, "--micro-batch-size", 1, "--max-steps", 2)
     settings = {tmp_path / "plain": flags, tmp_path / "recomputing": (*flags, *RECOMPUTING)}
+    settings[tmp_path / "units of two"] = (*flags, "--layers-per-unit", 2)
     run_many("lm_multinode.py", settings, 2, change=("record_collectives",))
-    plain, recomputing = map(second_step, settings)
+    plain, recomputing, of_two = map(second_step, settings)
     embedding = AutoModelForCausalLM.from_pretrained(tiny_llama).model.embed_tokens.weight.nbytes
     gathered = [size for name, size in plain if name == "allgather_base"]
     reduced = [size for name, size in plain if name == "reduce_scatter_base"]
     assert len(reduced) == 2 * 5  # in each micro-batch: output layer, root with the last norm, two layers, embedding
+    assert sum(name == "reduce_scatter_base" for name, _ in of_two) == 2 * 4
     # The other unit here is the root, which is only one norm.
     assert max(gathered[:2]) == pytest.approx(embedding, rel=0.01)
     assert max(reduced[-2:]) == pytest.approx(embedding, rel=0.01)

@@ -60,7 +60,7 @@ T5 = (*T5, "--precision", "fp32")
 T5_ROWS = {}
 for version, strategy in itertools.product(VERSIONS, T5_STRATEGIES):
     T5_ROWS[f"fsdp{version} {strategy}"] = ("--fsdp-version", version, "--sharding-strategy", strategy)
-T5_ROWS["fsdp2 SHARD_GRAD_OP"] += ("--activation-checkpointing", "--cpu-offload")
+T5_ROWS["fsdp2 SHARD_GRAD_OP"] += ("--activation-checkpointing", "--cpu-offload", "--layers-per-unit", 2)
 # Speed and memory settings. A single article counts once, although each process must validate one.
 MORE_T5_ROWS = {
     "fsdp1 recomputing": ("--fsdp-version", 1, "--activation-checkpointing"),
@@ -98,6 +98,7 @@ LM = (*LM, "--num-validation-texts", 1)
 LM_ROWS = {name: ("--sharding-strategy", name) for name in LM_STRATEGIES}
 LM_ROWS["_HYBRID_SHARD_ZERO2"] += ("--activation-checkpointing", "--cpu-offload")
 LM_ROWS["SHARD_GRAD_OP"] += ("--gradient-sync", "last")
+LM_ROWS["HYBRID_SHARD"] += ("--layers-per-unit", 2)
 
 
 @functools.cache

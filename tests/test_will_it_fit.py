@@ -54,7 +54,7 @@ def test_the_prediction_is_what_a_real_step_holds(tmp_path):
     settings = [
         (*LM, "--global-batch-size", 16, "--precision", "bf16", "--activation-checkpointing"),
         (*LM, "--global-batch-size", 32, "--sharding-strategy", "_HYBRID_SHARD_ZERO2", "--shards-per-replica", 2),
-        (*LM, "--global-batch-size", 32, "--gradient-sync", "last"),
+        (*LM, "--global-batch-size", 32, "--gradient-sync", "last", "--layers-per-unit", 2),
         (*LM, "--model", gpt2, "--seq-length", 32, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2),
     ]
     check("lm_multinode.py", settings, 4, tmp_path)
