@@ -27,8 +27,14 @@ from transformers import LlamaConfig, T5Config
 
 from inside import MODULES, parse, world_of
 
-# Ranks, or 0 for no FSDP; --compile
-VARIANTS = {"without FSDP": (0, False), "1 rank": (1, False), "8 ranks": (8, False), "8 ranks, compiled": (8, True)}
+# Ranks, or 0 for no FSDP, and flags
+VARIANTS = {
+    "without FSDP": (0,),
+    "1 rank": (1,),
+    "8 ranks": (8,),
+    "8 ranks, compiled": (8, "--compile"),
+    "8 ranks, compiled, units of 4": (8, "--compile", "--layers-per-unit", 4),
+}
 
 
 class Parts:
@@ -76,11 +82,11 @@ def config_and_batch(is_t5, is_real, device):
 def measure(options):
     """Run one variant. Prints a dictionary for each step: the milliseconds of each part."""
     name, variant = options.case
-    ranks, is_compiled = VARIANTS[variant]
+    ranks, *extra_flags = VARIANTS[variant]
     script = MODULES[name]
     is_real = options.device == "cuda"
     flags = ("--precision", "bf16" if is_real else "fp32", "--micro-batch-size", 16, "--device", options.device)
-    args = parse(name, *flags, "--compile" if is_compiled else "--no-compile")
+    args = parse(name, *flags, *extra_flags)
     torch.set_num_threads(1)
     device = torch.device(options.device)
     world = world_of(size=max(1, ranks))._replace(device=device)
