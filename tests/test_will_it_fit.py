@@ -15,7 +15,7 @@ from test_models import CAUSAL, LENGTH
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 from will_it_fit import find_fastest, short, traced
 
-from inside import LM_STRATEGIES, T5_STRATEGIES, lm_mfu_per_token_per_second
+from inside import LM_STRATEGIES, lm_mfu_per_token_per_second
 
 pytestmark = pytest.mark.long
 
@@ -94,16 +94,15 @@ def test_a_folder_with_a_config_suffices(tiny_llama, tmp_path):
             assert least <= run.config.vocab_size <= most
 
 
-@pytest.mark.parametrize("script", ["lm_multinode.py", "t5_fsdp.py"])
-def test_a_smaller_micro_batch_never_needs_more_memory(script):
+def test_a_smaller_micro_batch_never_needs_more_memory():
     """Up to 2%, under each strategy, with 8 samples for each of 8 processes on two nodes. But several micro-batches
     keep shards of gradients from one to the next, which a single one may not have at its peak."""
     flags = ("--num-processes", 8, "--processes-per-node", 4, "--global-batch-size", 64, "--activation-checkpointing")
-    sizes = ("--seq-length", 64) if script == "lm_multinode.py" else ("--max-source-length", 32)
-    for strategy in LM_STRATEGIES if script == "lm_multinode.py" else T5_STRATEGIES:
+    flags = ("lm_multinode.py", *flags, "--seq-length", 64)
+    for strategy in LM_STRATEGIES:
         peaks = []
         for size in (8, 1):
-            with traced(script, *flags, *sizes, "--sharding-strategy", strategy, "--micro-batch-size", size) as run:
+            with traced(*flags, "--sharding-strategy", strategy, "--micro-batch-size", size) as run:
                 peaks.append(run.peak())
                 gradients = sum(parameter.to_local().nbytes for parameter in run.model.parameters())
         assert peaks[1] <= 1.02 * (peaks[0] + gradients), strategy
@@ -151,17 +150,16 @@ def test_the_predicted_time_is_that_of_an_h100(flags, measured):
 
 
 @pytest.mark.parametrize(
-    ("script", "flags"),
+    "flags",
     [
-        ("lm_multinode.py", (4, "--sharding-strategy", "SHARD_GRAD_OP")),
-        ("lm_multinode.py", (2, "--sharding-strategy", "HYBRID_SHARD", "--gradient-sync", "last")),
-        ("t5_fsdp.py", (4, "--sharding-strategy", "SHARD_GRAD_OP", "--precision", "grad-bf16")),
+        (4, "--sharding-strategy", "SHARD_GRAD_OP"),
+        (2, "--sharding-strategy", "HYBRID_SHARD", "--gradient-sync", "last"),
     ],
 )
-def test_three_micro_batches_predict_a_step_of_many(script, flags, monkeypatch):
-    """18 samples leave a rest after micro-batches of 4. T5 counts the tokens of a step, which takes a little time."""
+def test_three_micro_batches_predict_a_step_of_many(flags, monkeypatch):
+    """18 samples leave a rest after micro-batches of 4."""
     predicted = []
-    with traced(script, *FOUR_ON_TWO_NODES, "--global-batch-size", 72, "--micro-batch-size", *flags) as run:
+    with traced("lm_multinode.py", *FOUR_ON_TWO_NODES, "--global-batch-size", 72, "--micro-batch-size", *flags) as run:
         for most in (will_it_fit.MOST_TRACED, 99):
             monkeypatch.setattr(will_it_fit, "MOST_TRACED", most)
             cost = run.cost()
@@ -169,7 +167,7 @@ def test_three_micro_batches_predict_a_step_of_many(script, flags, monkeypatch):
             exact = [cost[key] for key in ("peak", "tokens", "batch", "at")] + [kernels.count, kernels.forward_flops]
             predicted.append((exact, [cost["inside"], cost["between"], kernels.seconds * 1e9]))
     assert predicted[0][0] == predicted[1][0]
-    assert predicted[0][1] == pytest.approx(predicted[1][1], rel=1e-9 if script == "lm_multinode.py" else 1e-4)
+    assert predicted[0][1] == pytest.approx(predicted[1][1], rel=1e-9)
 
 
 # ---- What is printed and drawn ---------------------------------------------------------------------------------------
