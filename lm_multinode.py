@@ -12,7 +12,7 @@ Llama learns Python's own reference.
         --model 150m --dataset c4 --tokenizer TinyLlama/TinyLlama_v1.1 \
         --sharding-strategy _HYBRID_SHARD_ZERO2 --micro-batch-size 8 --global-batch-size 128 \
         --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \
-        --validate-every 1000 --checkpoint-every 500 --resume --compile \
+        --validate-every 1000 --checkpoint-every 500 --resume --compile --layers-per-unit 4 \
         --output-dir /SHARED/run1   # on every node; /SHARED is a folder that all nodes see
 
 Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard`, `train_step` and

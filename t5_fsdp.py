@@ -7,7 +7,7 @@ articles in about two minutes on two cores.
     torchrun --nproc_per_node 2 t5_fsdp.py
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --lr 3e-4 --compile \
         --dataset abisee/cnn_dailymail:3.0.0 --text-column article --summary-column highlights \
-        --num-train-samples 0 --global-batch-size 128 \
+        --num-train-samples 0 --global-batch-size 128 --layers-per-unit 4 \
         --checkpoint-every 500 --resume     # run it again after any stop
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 t5_fsdp.py ... --output-dir /SHARED/run1

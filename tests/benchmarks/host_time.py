@@ -28,13 +28,8 @@ from transformers import LlamaConfig, T5Config
 from inside import MODULES, parse, world_of
 
 # Ranks, or 0 for no FSDP, and flags
-VARIANTS = {
-    "without FSDP": (0,),
-    "1 rank": (1,),
-    "8 ranks": (8,),
-    "8 ranks, compiled": (8, "--compile"),
-    "8 ranks, compiled, units of 4": (8, "--compile", "--layers-per-unit", 4),
-}
+VARIANTS = {"without FSDP": (0,), "1 rank": (1,), "8 ranks": (8,), "8 ranks, compiled": (8, "--compile")}
+VARIANTS["8 ranks, compiled, units of 4"] = (8, "--compile", "--layers-per-unit", 4)
 
 
 class Parts:

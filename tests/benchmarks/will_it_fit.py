@@ -415,7 +415,7 @@ def answer(options, arguments: list[str]) -> None:
     if any(cost["inside"] + cost["between"] for cost in costs.values()):
         print("X to Y s: X if computing and sending overlap fully, Y if they do not overlap")
     if any(cost["kernels"].host_may_be_the_limit for cost in costs.values()):
-        print("the host, which starts the kernels, may be the limit: try a larger micro-batch or --compile")
+        print("the host, which starts the kernels, may be the limit: try a larger micro-batch, --compile, or both")
     print("not counted: validation, --compile, and the time that --cpu-offload takes")
     if options.plot:
         draw(options.plot, gib, size, steps)
