@@ -421,6 +421,9 @@ def save_checkpoint(progress: dict, args, model, optimizer, tokenizer):
 
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(path)  # a resumed run uses this one
+        shards = dcp.FileSystemReader(path).read_metadata().storage_data.values()
+        is_complete = all((path / shard.relative_path).exists() for shard in shards)
+        check(is_complete, f"{path} lacks shards: --output-dir must be a folder that all nodes see")
         unfinished = path / "progress.partial"
         unfinished.write_text(json.dumps(progress))
         unfinished.replace(path / "progress.json")  # now the checkpoint is finished

@@ -117,8 +117,8 @@ MUST_MATCH = ("model", "tokenizer", "seq_length", "global_batch_size", "seed")
 
 # Each rank keeps a shard, a slice of the rows, of every fp32 parameter, of its gradient and of its
 # two moments. FSDP gathers parameters in groups, called units. While a unit computes, the rank has
-# a temporary copy of its parameters, in --precision. Each decoder layer is a unit: several would
-# cost the host less time, but more memory (--layers-per-unit). The embedding and the output layer
+# a temporary copy of its parameters, in --precision. Each decoder layer is a unit. Larger units
+# (--layers-per-unit) cost the host less time, but more memory. The embedding and the output layer
 # are units, too, unless they share their weights. Everything else is in the root unit.
 
 # FSDP2 has no strategies. Each of FSDP1's is a mesh (see mesh_shape) and one boolean,

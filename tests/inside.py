@@ -265,6 +265,17 @@ def kill_in_save(script, save):
     torch.distributed.checkpoint.FileSystemWriter.write_data = write_and_die
 
 
+def own_folders(script):
+    """Give each process its own --output-dir for checkpoints, as on nodes that share no folder."""
+    save = script.common.save_checkpoint
+
+    def save_in_own(progress, args, *others):
+        args.output_dir = args.output_dir / os.environ["RANK"]
+        save(progress, args, *others)
+
+    script.common.save_checkpoint = save_in_own
+
+
 def kill_in_export(script):
     """Kill the process before the exported weights get their place."""
     replace = Path.replace

@@ -131,6 +131,13 @@ def test_a_mistake_is_one_sentence(command, processes, words, here):
     refuse(script, *flags, words=words, processes=processes)
 
 
+@pytest.mark.long
+def test_every_shard_of_a_checkpoint_must_be_in_one_folder(tmp_path):
+    flags = ("--max-steps", 1, "--checkpoint-every", 1, "--validate-every", 0, "--output-dir", tmp_path)
+    refuse("lm_multinode.py", *flags, words=["--output-dir", "all nodes"], processes=2, change=("own_folders",))
+    assert not list(tmp_path.rglob("progress.json"))
+
+
 @pytest.mark.parametrize("flags, words", [(["--epoch", 1], "--epochs"), (["--fsdp-version", 3], "--fsdp-version")])
 def test_only_one_of_two_processes_prints_what_tyro_says(flags, words, here):
     finished = run("t5_fsdp.py", *flags, processes=2, fork=True)

@@ -37,8 +37,7 @@ def order_of(folder):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_units_bytes_and_order_of_a_step_of_t5(version, tiny_model, articles_csv, tmp_path):
-    """Each block is a unit, and so is the root. Flags decide when, how many at once and in which precision units are
-    sent."""
+    """Each block is a unit, and so is the root. Flags decide when, how many and in which precision units are sent."""
     variants = {
         "fp32": ("--print-model",),
         "bf16": ("--precision", "bf16"),
@@ -82,8 +81,8 @@ def test_units_and_products_of_a_step_of_the_lm(tiny_llama, tmp_path):
     """Only the embedding is gathered before, and reduced after, all computation. The output layer is equally large, but
     it is another unit, so the layers can compute while it is sent."""
     flags = (*LM, "--model", tiny_llama, "--global-batch-size", 4, "--micro-batch-size", 1, "--max-steps", 2)
-    settings = {tmp_path / "plain": flags, tmp_path / "recomputing": (*flags, *RECOMPUTING)}
-    settings[tmp_path / "units of two"] = (*flags, "--layers-per-unit", 2)
+    variants = {"plain": (), "recomputing": RECOMPUTING, "of two": ("--layers-per-unit", 2)}
+    settings = {tmp_path / name: (*flags, *extra) for name, extra in variants.items()}
     run_many("lm_multinode.py", settings, 2, change=("record_collectives",))
     plain, recomputing, of_two = map(second_step, settings)
     embedding = AutoModelForCausalLM.from_pretrained(tiny_llama).model.embed_tokens.weight.nbytes
