@@ -97,7 +97,7 @@ class Args:
     cpu_offload: bool = False  # keep shards on the CPU: least memory, slow
     activation_checkpointing: bool = False  # recompute each layer: less memory, slower
     compile: bool = False  # torch.compile layers and loss: faster after a slow start
-    gradient_sync: Literal["every", "last"] = "every"  # micro-batch; last: far more memory
+    gradient_sync: Literal["every", "last"] = "every"  # micro-batch that reduces; last: more memory
     device: str = "auto"  # auto (GPUs, if there are any), cpu, cuda or xpu
 
     # Output
