@@ -341,8 +341,7 @@ def record_shards(script):
 
     def record_and_validate(args, world, model, *others, **options):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-        groups = {state._fsdp_param_group for state in states}  # the layers of a unit have the same
+        groups = {m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)}
         seen = {
             "sums": [shard.detach().double().sum().item() for shard in shards],
             "offloaded": [parameter.offload_to_cpu for group in groups if group for parameter in group.fsdp_params],

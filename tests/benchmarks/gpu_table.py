@@ -86,8 +86,7 @@ def rows(part: str, folder: Path, options):
     flags += ["--max-steps", WARM_UP + options.steps, "--log-every", WARM_UP]
     one = predict(script, [*flags, "--micro-batch-size", 1, "--global-batch-size", 1], "cuda")
     flops = one["kernels"].model_flops / one["tokens"]
-    for size, name in itertools.product(options.batch_sizes, options.variants):
-        extra_flags = VARIANTS[name]
+    for size, (name, extra_flags) in itertools.product(options.batch_sizes, VARIANTS.items()):
         if part == "lm" and "--fsdp-version" in extra_flags:
             continue
         run_flags = [*flags, "--micro-batch-size", size, "--global-batch-size", size, *extra_flags]
@@ -110,7 +109,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=["lm", "t5"], choices=("lm", "t5"))
     parser.add_argument("--lm", default="150m", help="the size of the Llama")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     parser.add_argument("--steps", type=int, default=100, help="steps that count, a multiple of 20")
