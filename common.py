@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -64,10 +66,10 @@ def parse_args(kind: type, header: str):
         args = tyro.cli(kind, description=header, console_outputs=is_rank0)
     except SystemExit as error:
         if error.code != 0:  # not after --help
-            let_rank0_print()
+            let_cause_print(error.code)
         raise
     for name, value in vars(args).items():
-        minimum = 1 if name.endswith(("length", "per_unit", "micro_batch_size", "log_every")) else 0
+        minimum = 1 if re.search("length|per_unit|(micro|test)_batch|log_every", name) else 0
         if isinstance(value, int | float) and not value >= minimum:  # also rejects nan
             fail(f"--{name.replace('_', '-')} {value} is not {minimum} or more", code=2)
     return args
@@ -107,28 +109,32 @@ def run(main, args):
     dist.destroy_process_group()
 
 
-def let_rank0_print():
-    """On other ranks, wait: most errors happen on rank 0, too. When it ends, torchrun ends all."""
+def let_cause_print(code: int):
+    """Wait while another rank may print the cause. When that rank ends, torchrun ends all."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, which `note_stops` only notes
     if os.environ.get("RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, which `note_stops` only notes
-        time.sleep(10)
+        if code == 1 and stops_received:  # torchrun is ending all, and connections are lost
+            os._exit(code)
+        time.sleep(10)  # most errors happen on rank 0, too
+    elif code == 1:
+        time.sleep(1)  # this may be a lost connection to a rank that has just ended
 
 
 def fail(message: str, code: int):
     """Print an error and exit immediately. code: 2 for a user's mistake, 1 for a crash."""
-    let_rank0_print()
+    let_cause_print(code)
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     os._exit(code)  # a normal exit can hang while another rank waits in a collective
 
 
 def setup(device_name: str) -> World:
     """Collective. Read torchrun's environment, choose the device and start the process group."""
-    rank, local_rank, size, local_world_size = 0, 0, 1, 1
-    store = dist.HashStore()  # one process needs no address
-    if "RANK" in os.environ:  # started by torchrun
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        rank, local_rank, size, local_world_size = (int(os.environ[name]) for name in names)
-        store = None  # torchrun's
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # None: torchrun's. Without torchrun, one process needs no address.
+    store = None if "RANK" in os.environ else dist.HashStore()
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator else "cpu"
@@ -140,6 +146,10 @@ def setup(device_name: str) -> World:
         " build that supports it, or use --device cpu",
     )
 
+    # Each process has connections to all others. Most systems allow 1,024 open files by default.
+    with contextlib.suppress(OSError, ValueError):  # where the limit may not be changed
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     # Share the cores of this node. torchrun's default of one thread is too slow on a CPU, and for
     # the optimizer under --cpu-offload.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -148,7 +158,7 @@ def setup(device_name: str) -> World:
     device = torch.device("cpu")
     backend = "gloo"
     if device_type != "cpu":
-        # With more processes than GPUs, several share one. NCCL supports that from 2.30.
+        # With more processes than GPUs, several share one, which NCCL mostly refuses.
         device = torch.device(device_type, local_rank % torch.accelerator.device_count())
         # Do this before starting the process group: otherwise every process opens device 0.
         torch.accelerator.set_device_index(device.index)
@@ -183,6 +193,14 @@ def from_rank0(value):
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
+
+
+def say(text: str):
+    """Print a line on rank 0."""
+    if dist.get_rank() == 0:
+        # The terminal may be closed, or unable to print a character. The run must still save.
+        with contextlib.suppress(OSError, UnicodeError), tqdm.external_write_mode():
+            print(text, flush=True)
 
 
 def divide_batch(args, world, default: int):
@@ -311,9 +329,8 @@ def peak_gib(device: torch.device) -> float:
     """Peak memory since `reset_peak`, in GiB: of the device, or on a CPU of this process."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status").read_text() if sys.platform == "linux" else ""
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    return int(found[1]) / 2**20 if found else math.nan
+    unit = 2**10 if sys.platform == "linux" else 1  # of ru_maxrss: KiB on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def format_metric(name: str, value: float) -> str:
@@ -323,7 +340,7 @@ def format_metric(name: str, value: float) -> str:
 
 
 class Log:
-    """Prints lines and writes `metrics.jsonl`, on rank 0 only."""
+    """Prints metrics and writes `metrics.jsonl`, on rank 0 only."""
 
     def __init__(self, world, folder: Path):
         self.is_rank0 = world.rank == 0
@@ -331,13 +348,7 @@ class Log:
         self.run = time.strftime("%Y-%m-%d-%H-%M-%S")
         self.start = time.time()
         folder.mkdir(parents=True, exist_ok=True)
-        self.print(f"run      {world.size} x {world.device.type}, torch {torch.__version__}")
-
-    def print(self, text: str):
-        if self.is_rank0:
-            # The terminal may be closed, or unable to print a character. The run must still save.
-            with contextlib.suppress(OSError, UnicodeError), tqdm.external_write_mode():
-                print(text, flush=True)
+        say(f"run      {world.size} x {world.device.type}, torch {torch.__version__}")
 
     def write(self, record: dict):
         """Append a record to the file. Raises UserError if a loss or a gradient is not finite, so
@@ -353,7 +364,7 @@ class Log:
     def metrics(self, record: dict):
         """Write a record and print it as one line."""
         fields = [f"{name} {format_metric(name, value)}" for name, value in record.items()]
-        self.print(" | ".join(fields))
+        say(" | ".join(fields))
         self.write(record)
 
     def bar(self, iterable, text: str, total: int):
@@ -364,10 +375,12 @@ class Log:
 # ---- Checkpoints -------------------------------------------------------------------------------
 
 
+STEP = "step-" + 7 * "[0-9]"  # folders with other names are not ours
+
+
 def checkpoints(output_dir: Path) -> list[Path]:
     """Finished checkpoints, oldest first. `progress.json` is written last."""
-    finished = sorted(output_dir.glob("checkpoints/step-???????/progress.json"))
-    return [file.parent for file in finished]
+    return [file.parent for file in sorted(output_dir.glob(f"checkpoints/{STEP}/progress.json"))]
 
 
 def read_progress(checkpoint: Path):
@@ -382,6 +395,8 @@ def find_checkpoint(args, model_folder: Path) -> Path | None:
         "the trained model would replace --model; choose another --output-dir",
     )
     newest = from_rank0([None, *checkpoints(args.output_dir)][-1])
+    if args.resume and newest is None:
+        say(f"resumed  nothing: {args.output_dir} has no checkpoint")
     check(
         args.resume or newest is None,
         f"{args.output_dir} holds checkpoints; add --resume, or choose another --output-dir",
@@ -406,8 +421,9 @@ def check_same(args, names, dataset: int, config, checkpoint: Path | None) -> di
     dist.all_gather_object(of_ranks, must_match)
     expected = read_progress(checkpoint)["must_match"] if checkpoint else of_ranks[0]
     for values in of_ranks:  # of all, so that every rank raises the same error
-        changed = [name for name in values if values[name] != expected.get(name)]
-        check(not changed, f"{', '.join(changed)}: not the same as in {checkpoint or 'rank 0'}")
+        for name, value in values.items():
+            other = expected.get(name)
+            check(value == other, f"{name} is {value}, not {other} as in {checkpoint or 'rank 0'}")
     return must_match
 
 
@@ -417,17 +433,18 @@ def save_checkpoint(progress: dict, args, model, optimizer, tokenizer):
     path = args.output_dir / "checkpoints" / f"step-{progress['step']:07d}"
     path.mkdir(parents=True, exist_ok=True)  # on every rank, because dcp.save checks it
     weights, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path)
+    planner = DefaultSavePlanner(enable_plan_caching=True)  # with many ranks, planning takes long
+    dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path, planner=planner)
 
     if dist.get_rank() == 0:
         tokenizer.save_pretrained(path)  # a resumed run uses this one
-        shards = dcp.FileSystemReader(path).read_metadata().storage_data.values()
-        is_complete = all((path / shard.relative_path).exists() for shard in shards)
-        check(is_complete, f"{path} lacks shards: --output-dir must be a folder that all nodes see")
+        stored = dcp.FileSystemReader(path).read_metadata().storage_data.values()
+        missing = {shard.relative_path for shard in stored} - set(os.listdir(path))
+        check(not missing, f"{path} lacks shards: --output-dir must be a folder that all nodes see")
         unfinished = path / "progress.partial"
         unfinished.write_text(json.dumps(progress))
         unfinished.replace(path / "progress.json")  # now the checkpoint is finished
-        for other in path.parent.glob("step-???????"):  # also half-written ones
+        for other in path.parent.glob(STEP):  # also half-written ones
             if other not in checkpoints(args.output_dir)[-2:]:
                 shutil.rmtree(other, ignore_errors=True)
 
@@ -436,14 +453,10 @@ def load_checkpoint(path: Path, model, optimizer) -> dict:
     """Collective. Load a checkpoint, on any number of ranks, and return its `progress`. The files
     know the place of each shard in its tensor, so each rank reads just the slices that it needs."""
     weights, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": optimizer_state}, checkpoint_id=path)  # in place
-
-    # The checkpoint also has the settings of the optimizer that saved it, such as its betas. Keep
-    # those of this run.
-    settings = [dict(group) for group in optimizer.param_groups]
+    # Without its param_groups: settings of the optimizer, such as its betas, are this run's.
+    moments = {"state": optimizer_state["state"]}
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path)  # in place
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
-    for group, of_this_run in zip(optimizer.param_groups, settings, strict=True):
-        group.update(of_this_run)
     return read_progress(path)
 
 
@@ -476,11 +489,11 @@ def load_weights(model, full_model, world, offload: bool):
     rank 0's `full_model` into it. Each rank keeps its own shards."""
     buffers = [buffer.to(world.device) for buffer in model.buffers()]
     model.to_empty(device="cpu" if offload else world.device)  # also empties the buffers
-    for empty, buffer in zip(model.buffers(), buffers, strict=True):
-        empty.data = buffer
     weights = full_model.state_dict() if world.rank == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
+    for empty, buffer in zip(model.buffers(), buffers, strict=True):
+        empty.data = buffer
 
 
 def export(model, meta_model, dtype, tokenizer, folder: Path, world):
@@ -508,10 +521,13 @@ def export(model, meta_model, dtype, tokenizer, folder: Path, world):
         partial = folder / "partial"
         meta_model.save_pretrained(partial, state_dict=tensors)
         tokenizer.save_pretrained(partial)
-        for old in folder.glob("*.safetensors*"):
-            old.unlink()
+        for pattern in ("*.safetensors*", "*.jinja", "adapter_config.json"):
+            for old in folder.glob(pattern):
+                old.unlink()
+        shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
         for file in sorted(partial.iterdir(), key=lambda file: file.suffix == ".safetensors"):
-            file.chmod(0o644)  # safetensors makes files that only their owner can read
+            if file.suffix == ".safetensors":  # which only its owner can read
+                file.chmod(partial.stat().st_mode & 0o666)
             file.replace(folder / file.name)
         partial.rmdir()
     dist.barrier()  # rank 0's disk may be slow
@@ -532,6 +548,19 @@ def train_tokenizer(texts, vocab_size: int, append_eos: bool):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
 
 
+def print_lost_text(tokenizer, texts: list[str]):
+    """Print how many texts change, apart from spaces, when they are tokenized and decoded again.
+    Raises UserError if more than a quarter of the tokens are unknown."""
+    texts = [text[:2000] for text in texts]
+    tokens = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    decoded = tokenizer.batch_decode(tokens, clean_up_tokenization_spaces=False)
+    num_lost = sum(a.split() != b.split() for a, b in zip(texts, decoded, strict=True))
+    say(f"tokens   {num_lost:,} of {len(texts):,} texts differ when decoded")
+    num_unknown = sum(of_text.count(tokenizer.unk_token_id) for of_text in tokens)
+    is_known = 4 * num_unknown <= sum(map(len, tokens))
+    check(is_known, "more than a quarter of the tokens are unknown: name another tokenizer")
+
+
 # ---- Data --------------------------------------------------------------------------------------
 
 
@@ -542,12 +571,11 @@ def reader_of(name: str):
 
 
 def open_dataset(name: str):
-    """Return the builder of `datasets` for a file, glob, URL, folder or Hub dataset NAME:CONFIG."""
+    """Return the builder of `datasets` for a file, glob, URL or Hub dataset NAME:CONFIG."""
     import datasets  # a slow import that the MNIST scripts do not need
 
-    # Of a folder, datasets reads one kind of file, and ignores the others without a word.
-    kinds = {reader_of(file.name) for file in Path(name).rglob("*")} - {None}
-    check(len(kinds) < 2, f"it has files of several kinds; choose one, as by '{name}/*.txt'")
+    # Of a folder, datasets leaves out some files without a word.
+    check(not Path(name).is_dir(), f"this is a folder: name files, as by '{Path(name)}/*.jsonl'")
     if reader_of(name):
         builder = datasets.load_dataset_builder(reader_of(name), data_files=name)
     else:
@@ -594,6 +622,27 @@ def builtin_article(index: int) -> dict:
     }
 
 
+# `datasets` keeps its rows: after a change, delete ~/.cache/huggingface/datasets/generator.
+def read_csv(files):
+    """Yield the rows of CSV files. Unlike pandas, raise UserError at a row that does not fit the
+    header, as where a text has a line break but no quotes around it."""
+    csv.field_size_limit(2**31 - 1)  # characters of a text; the default is 131,072
+    for path in files:
+        with fsspec.open(path, "rt", "infer", "utf-8-sig", newline="") as file:
+            header_line = file.readline()
+            delimiter = max(",;\t|", key=header_line.count)
+            options = {"delimiter": delimiter, "skipinitialspace": True, "strict": True}
+            header = next(csv.reader([header_line], **options))
+            rows = csv.reader(file, **options)
+            try:
+                for row in filter(None, rows):  # without empty lines
+                    if not len(set(header)) == len(header) == len(row):
+                        raise csv.Error(f"{len(row)} fields do not fit {header}; quote all texts")
+                    yield dict(zip(header, row, strict=True))
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise UserError(f"{path}, line {rows.line_num + 1}: {error}") from None
+
+
 def load_articles(name: str, text_column: str, summary_column: str, max_summary_share: float):
     """Return two `datasets.Dataset` of texts and summaries: 95% to train on and 5% to validate on.
 
@@ -605,28 +654,6 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
 
     # These functions are nested on purpose. datasets caches results under a hash of the function:
     # of its code if it is nested, but only of its name if it could be imported.
-    def read_csv(files):
-        """Yield rows. Unlike pandas, refuse rows that do not fit the header, as where a text has a
-        line break but no quotes around it."""
-        csv.field_size_limit(2**31 - 1)  # characters of a text; the default is 131,072
-        for path in files:
-            with fsspec.open(path, "rt", "infer", "utf-8-sig", newline="") as file:
-                header_line = file.readline()
-                delimiter = max(",;\t|", key=header_line.count)
-                options = {"delimiter": delimiter, "skipinitialspace": True, "strict": True}
-                header = next(csv.reader([header_line], **options))
-                rows = csv.reader(file, **options)
-                try:
-                    for row in filter(None, rows):  # without empty lines
-                        if not len(set(header)) == len(header) == len(row):
-                            raise csv.Error(f"{len(row)} fields do not fit the header {header}")
-                        yield dict(zip(header, row, strict=True))
-                except csv.Error as error:
-                    raise csv.Error(
-                        f"{path}, line {rows.line_num + 1}: {error}; put texts between quotes, and"
-                        " double the quotes in them"
-                    ) from error
-
     def clean(text, summary, title=None) -> dict:
         text = text if isinstance(text, str) else "\n".join(text or ())  # a list of sentences
         summary = summary if isinstance(summary, str) else "\n".join(summary or ())
@@ -680,8 +707,7 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
 
     # Sort by a hash of the article and hold out the first twentieth of the hash's range. Then the
     # order of rows does not matter, and added rows move no article to the other side.
-    order = np.lexsort((articles["content_hash"][:], articles["article_hash"][:]))
-    articles = articles.select(order)
+    articles = articles.sort(["article_hash", "content_hash"])
     hashes = articles["article_hash"][:]
     limit = max([2**32 // 20, *hashes[:1]])  # at least one article
     num_held_out = sum(hash <= limit for hash in hashes)
@@ -689,6 +715,5 @@ def load_articles(name: str, text_column: str, summary_column: str, max_summary_
         num_held_out < len(articles),
         f"--dataset {name}: too few of {len(rows)} rows are usable; see --max-summary-share",
     )
-    if dist.get_rank() == 0:
-        print(f"dataset  {name}, {len(rows):,} rows, {len(articles):,} usable", flush=True)
+    say(f"dataset  {name}, {len(rows):,} rows, {len(articles):,} usable")
     return articles.skip(num_held_out), articles.take(num_held_out)

@@ -71,7 +71,7 @@ transformers.logging.disable_progress_bar()
 class Args:
     # Data and model
     model: str = "tiny"  # a row of MODELS (random weights), or pretrained: Hub name or folder
-    dataset: str = "builtin"  # builtin; c4; .txt, .jsonl or .parquet files; folder; URL; Hub name
+    dataset: str = "builtin"  # builtin; c4; .txt, .csv, .jsonl or .parquet files; Hub name
     text_column: str = "text"  # column with the texts
     tokenizer: str = ""  # for a row of MODELS: Hub name or folder; else a new one is trained
     num_validation_texts: int = 500  # texts held out, at most
@@ -207,17 +207,16 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     """Apply --compile and --activation-checkpointing to the decoder layers, before sharding. Return
     them: each will be a unit."""
     names = model._no_split_modules  # transformers' names of the classes of layers
+    if args.activation_checkpointing:
+        apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__ in names)
+        names = [CheckpointWrapper.__name__]  # from here on, the wrappers are the layers
+
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    if args.compile:
+    if args.compile:  # after wrapping: then recomputing needs less
         for layer in layers:
             # In place. FSDP's hooks stay outside the graphs: they are marked for the compiler.
             layer.compile()
         cross_entropy.compile()  # then it makes no fp32 copy of the logits
-
-    if args.activation_checkpointing:
-        # From here on, the wrappers are the units.
-        apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-        return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     return layers
 
 
@@ -263,6 +262,8 @@ def train_step(args, world, model, optimizer, tokens) -> tuple[torch.Tensor, tor
         model.set_requires_gradient_sync(is_last or args.gradient_sync == "every")
         # Between replicas, average the shards once.
         model.set_requires_all_reduce(is_last)
+        # Wait for the reductions only after the last micro-batch.
+        model.set_is_last_backward(is_last)
         # Under ZeRO-2, parameters stay gathered until the last micro-batch.
         model.set_reshard_after_backward(is_last or RESHARD[args.sharding_strategy])
         loss = summed_loss(model, micro_batch[:, :-1], micro_batch[:, 1:])
@@ -379,7 +380,7 @@ CHARACTERS_AT_ONCE = 100_000  # that a stream tokenizes, or one text if it is lo
 
 
 def open_texts(args) -> datasets.IterableDataset:
-    """Return the rows of --dataset, which are read when they are needed."""
+    """Return the rows of --dataset, unread. Other processes get them by pickle: use no lambdas."""
     if args.dataset == "builtin":  # paragraphs of Python's own reference
         paragraphs = "\n\n".join(topics.values()).split("\n\n")
         texts = sorted({text.strip() for text in paragraphs if len(text) > 200})
@@ -387,9 +388,14 @@ def open_texts(args) -> datasets.IterableDataset:
         return datasets.Dataset.from_dict({args.text_column: texts}).to_iterable_dataset()
     try:
         builder = common.open_dataset("allenai/c4:en" if args.dataset == "c4" else args.dataset)
-        random.Random(args.seed).shuffle(builder.config.data_files["train"])
-        rows = builder.as_streaming_dataset(split="train")
-        builder.info.features = rows.info.features = None  # files may have other columns, too
+        files = builder.config.data_files["train"]
+        random.Random(args.seed).shuffle(files)
+        if builder.name == "csv":
+            options = {"files": files}
+            rows = datasets.IterableDataset.from_generator(common.read_csv, gen_kwargs=options)
+        else:
+            rows = builder.as_streaming_dataset(split="train")
+            builder.info.features = rows.info.features = None  # files may have other columns, too
         columns = list(next(iter(rows), {}))
     except Exception as error:  # each reader raises its own kind
         raise common.UserError(f"--dataset {args.dataset}: {error.__cause__ or error}") from error
@@ -407,7 +413,7 @@ def are_trained_on(texts: list[str | None]) -> list[bool]:
     return [bool(text) and not text.isspace() and not is_held_out(text) for text in texts]
 
 
-def sample_texts(args) -> tuple[list[str], list[str]]:
+def sample_texts(args, rows) -> tuple[list[str], list[str]]:
     """Read the beginning of the dataset. Return texts to train on, as a sample, and up to
     --num-validation-texts that are held out."""
     num_to_train = 2000 if args.model == "tiny" else 50_000  # for a tokenizer
@@ -415,7 +421,7 @@ def sample_texts(args) -> tuple[list[str], list[str]]:
     held_out = {}  # a dict keeps their order, and each one once
     num_characters = 0
     # Shuffling mixes ten files at a time.
-    for row in open_texts(args).shuffle(args.seed, buffer_size=100):
+    for row in rows.shuffle(args.seed, buffer_size=100):
         text = row[args.text_column]
         if are_trained_on([text])[0]:
             to_train.append(text)
@@ -431,8 +437,7 @@ def sample_texts(args) -> tuple[list[str], list[str]]:
 
 def tokenize(texts: list[str], tokenizer) -> list[int]:
     """Return the tokens of some texts in a row, each text with EOS at its end."""
-    # split_special_tokens: "</s>" in a text is not an EOS
-    token_lists = tokenizer(texts, split_special_tokens=True, verbose=False)["input_ids"]
+    token_lists = tokenizer(texts, verbose=False)["input_ids"]
     for tokens in token_lists:
         if tokens[-1:] != [tokenizer.eos_token_id]:
             tokens.append(tokenizer.eos_token_id)
@@ -445,10 +450,9 @@ def cut(tokens: list[int], length: int) -> list[list[int]]:
     return [tokens[first : first + length + 1] for first in range(0, len(tokens) - length, length)]
 
 
-def read_stream(args, tokenizer, index: int, num_streams: int, position: dict):
+def read_stream(args, rows, tokenizer, index: int, num_streams: int, position: dict):
     """Yield the sequences of stream `index`, without end, and the position after each of them."""
-    rows = open_texts(args).filter(are_trained_on, input_columns=[args.text_column], batched=True)
-    rows = rows.repeat(None)
+    rows = rows.filter(are_trained_on, input_columns=[args.text_column], batched=True).repeat(None)
     # With very many files (`datasets` calls them shards), every stream reads its own. A few may
     # differ in size, so all streams read all of them, and take turns.
     strategy = "shards" if rows.num_shards >= max(512, num_streams) else "examples"
@@ -487,7 +491,7 @@ def read_stream(args, tokenizer, index: int, num_streams: int, position: dict):
 class StepBatches(IterableDataset):
     """Yields the sequences of this rank for one step, and the positions of its streams after it."""
 
-    def __init__(self, args, world, tokenizer, positions: list[dict] | None):
+    def __init__(self, args, world, rows, tokenizer, positions: list[dict] | None):
         if positions is None:
             # As many streams as possible, so that a resumed run can have more processes.
             for count in range(world.size, max(MAX_STREAMS, world.size) + 1, world.size):
@@ -500,7 +504,7 @@ class StepBatches(IterableDataset):
         )
         self.num_sequences = args.global_batch_size // num_streams  # per stream and step
         self.streams = [
-            (args, tokenizer, index, num_streams, positions[index])
+            (args, rows, tokenizer, index, num_streams, positions[index])
             for index in range(world.rank, num_streams, world.size)
         ]
 
@@ -516,13 +520,13 @@ class StepBatches(IterableDataset):
             yield np.array(sequences), positions
 
 
-def batches_on_device(args, world, tokenizer, positions: list[dict] | None):
+def batches_on_device(args, world, rows, tokenizer, positions: list[dict] | None):
     """Yield this rank's sequences of each step, on its device, and the positions of its streams
     after the step. A worker process tokenizes ahead. `positions`: those of all streams, to continue
     from; None: begin."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise a forked worker hangs
     loader = DataLoader(
-        StepBatches(args, world, tokenizer, positions),
+        StepBatches(args, world, rows, tokenizer, positions),
         batch_size=None,  # each item is a step
         num_workers=1,  # two would both yield every step
         collate_fn=tuple,  # changes nothing; the default would make tensors
@@ -534,22 +538,28 @@ def batches_on_device(args, world, tokenizer, positions: list[dict] | None):
 
 
 def load_data(args, checkpoint: Path | None) -> tuple:
-    """Return the tokenizer, the sequences to validate on, and a checksum of the first texts."""
-    to_train, held_out = sample_texts(args)
+    """Return rows, tokenizer, sequences to validate on, and a checksum of the first texts."""
+    common.check(
+        args.model in MODELS or not args.tokenizer,
+        f"--model {args.model} has its own tokenizer; leave out --tokenizer",
+    )
+    rows = open_texts(args)
+    to_train, held_out = sample_texts(args, rows)
     if checkpoint or args.tokenizer or args.model not in MODELS:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint or args.tokenizer or args.model)
     else:
         vocab_size = 2048 if args.model == "tiny" else 32_000
         tokenizer = common.train_tokenizer(to_train, vocab_size, append_eos=False)
     common.check(tokenizer.eos_token_id is not None, "the tokenizer has no EOS to end texts with")
+    common.print_lost_text(tokenizer, to_train[:1000])
 
     sequences = cut(tokenize(held_out, tokenizer), args.seq_length)
     common.check(
         sequences,
         f"{len(held_out)} held-out texts fill no sequence; use more texts, or a lower --seq-length",
     )
-    checksum = common.checksum(to_train[:1000], open_texts(args).num_shards)
-    return tokenizer, torch.tensor(sequences), checksum
+    checksum = common.checksum(to_train[:1000], rows.num_shards)
+    return rows, tokenizer, torch.tensor(sequences), checksum
 
 
 @torch.no_grad()
@@ -618,11 +628,11 @@ def main(args, world):
     checkpoint = common.find_checkpoint(args, model_folder)
 
     # Data
-    tokenizer, validation_set, checksum = common.first_on_node(
+    rows, tokenizer, validation_set, checksum = common.first_on_node(
         world, lambda: load_data(args, checkpoint)
     )
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
-    log.print(f"data     {args.dataset}, {step_tokens:,} tokens in a step")
+    common.say(f"data     {args.dataset}, {rows.num_shards:,} file(s), {step_tokens:,} tokens/step")
 
     # Model
     config = common.first_on_node(world, lambda: load_config(args, tokenizer))
@@ -630,10 +640,10 @@ def main(args, world):
     must_match = common.check_same(args, MUST_MATCH, checksum, config, checkpoint)
     model, meta_model, optimizer = build(args, world, config)
     vocabulary = f"vocabulary of {config.vocab_size:,}"
-    log.print(f"model    {args.model}, {vocabulary}, {common.describe_state(meta_model, shards)}")
+    common.say(f"model    {args.model}, {vocabulary}, {common.describe_state(meta_model, shards)}")
     mfu_per_speed = mfu_per_token_per_second(args, world, meta_model)  # 0 without --peak-tflops
     mesh = f"{replicas} x {shards} (replicas x shards)"
-    log.print(f"fsdp     {args.sharding_strategy}, {mesh}, {args.precision}")
+    common.say(f"fsdp     {args.sharding_strategy}, {mesh}, {args.precision}")
 
     # Where the run stands: the steps done, and the positions of all streams
     step = 0
@@ -642,7 +652,7 @@ def main(args, world):
         progress = common.load_checkpoint(checkpoint, model, optimizer)
         step = progress["step"]
         all_positions = progress["positions"]
-        log.print(f"resumed  from step {step} of {args.max_steps}")
+        common.say(f"resumed  from step {step} of {args.max_steps}")
     elif args.validate_every > 0:
         validate(args, world, model, validation_set, log, step)
 
@@ -653,7 +663,7 @@ def main(args, world):
     start = time.perf_counter()
 
     remaining = range(step + 1, args.max_steps + 1)
-    batches = batches_on_device(args, world, tokenizer, all_positions)
+    batches = batches_on_device(args, world, rows, tokenizer, all_positions)
     for step in log.bar(remaining, "train", len(remaining)):
         lr = learning_rate(args, step)
         for group in optimizer.param_groups:
@@ -697,16 +707,16 @@ def main(args, world):
                 progress = {"step": step, "positions": all_positions, "must_match": must_match}
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now:  # without the validation that may be due, and without the export
-                log.print(f"stopped  at step {step}, checkpoint saved: continue with --resume")
+                common.say(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
             if validate_now:
                 validate(args, world, model, validation_set, log, step)
             start = time.perf_counter()  # do not count saving and validation
 
-    log.print(f"metrics  {log.path}, run {log.run}")
+    common.say(f"metrics  {log.path}, run {log.run}")
     if args.save_model:
         common.export(model, meta_model, dtype, tokenizer, model_folder, world)
-        log.print(f"model    {model_folder} (replaces any earlier one)")
+        common.say(f"model    {model_folder} (replaces any earlier one)")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ transformers.logging.disable_progress_bar()
 class Args:
     # Data and model
     model: str = "builtin"  # builtin, or any T5: Hub name or folder
-    dataset: str = "builtin"  # builtin; .csv, .jsonl or .parquet files; folder; URL; Hub name
+    dataset: str = "builtin"  # builtin; .csv, .jsonl or .parquet files; URL; Hub name
     text_column: str = "text"  # column with the articles
     summary_column: str = "headline"  # column with their summaries
     num_train_samples: int = 8000  # articles, at most; 0: all
@@ -216,6 +216,7 @@ def shard_with_fsdp1(args, world, model) -> nn.Module:
         "FSDP1's --cpu-offload keeps only the last micro-batch's gradients; use --fsdp-version 2",
     )
     common.check(args.layers_per_unit == 1, "--layers-per-unit needs FSDP2")
+    common.check(not args.compile, "--compile needs FSDP2")
     mesh = init_device_mesh(world.device.type, (world.size,))
     layers = prepare_layers(args, model)
 
@@ -232,7 +233,7 @@ def shard_with_fsdp1(args, world, model) -> nn.Module:
         ),
         backward_prefetch=PREFETCH[args.backward_prefetch],
         device_id=world.device,
-        # parameters() returns the original ones, views of the flat one. --compile needs it.
+        # parameters() returns the original ones, views of the flat one.
         use_orig_params=True,
         device_mesh=mesh,  # so that checkpoints hold DTensors, as with FSDP2
     )
@@ -242,8 +243,12 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
     """Apply --compile and --activation-checkpointing to the T5Blocks, before sharding. Return them:
     each will be a unit."""
     names = model._no_split_modules  # transformers' names of the classes of layers
+    if args.activation_checkpointing:
+        apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__ in names)
+        names = [CheckpointWrapper.__name__]  # from here on, the wrappers are the layers
+
     layers = [module for module in model.modules() if type(module).__name__ in names]
-    if args.compile:
+    if args.compile:  # after wrapping: then recomputing needs less
         # The limit is for all T5Blocks together. Encoder and decoder have different graphs, and so
         # have training and validation.
         torch._dynamo.config.recompile_limit = 32
@@ -253,11 +258,6 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
             # buckets, and Inductor fails.
             layer.compile()
         cross_entropy.compile()  # then it makes no fp32 copy of the logits
-
-    if args.activation_checkpointing:
-        # From here on, the wrappers are the units.
-        apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-        return [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     return layers
 
 
@@ -408,12 +408,15 @@ def load_model(args, config) -> nn.Module:
 
 
 def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> dict:
-    """Return the token ids of some articles, without padding."""
+    """Return the token ids of some articles, without padding, and the lengths of the sources."""
     texts = ["summarize: " + text for text in rows["text"]]  # T5 was trained with this prefix
-    options = {"truncation": True, "split_special_tokens": True}  # "</s>" in a text is not an EOS
-    sources = tokenizer(texts, max_length=source_length, **options)
-    targets = tokenizer(text_target=rows["summary"], max_length=target_length, **options)
-    return {"input_ids": sources["input_ids"], "labels": targets["input_ids"]}
+    sources = tokenizer(texts, truncation=True, max_length=source_length, return_length=True)
+    targets = tokenizer(text_target=rows["summary"], truncation=True, max_length=target_length)
+    return {
+        "input_ids": sources["input_ids"],
+        "labels": targets["input_ids"],
+        "length": sources["length"],
+    }
 
 
 def load_data(args, checkpoint) -> tuple:
@@ -427,22 +430,20 @@ def load_data(args, checkpoint) -> tuple:
     validation_set = validation_set.take(args.num_validation_samples or len(validation_set))
 
     config, tokenizer = load_config_and_tokenizer(args, checkpoint, train_set)
+    has_eos = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+    common.check(has_eos, f"the tokenizer of --model {args.model} ends no text with EOS")
+    common.print_lost_text(tokenizer, train_set[:1000]["summary"])
+
     options = {
-        "tokenizer": tokenizer,
+        "tokenizer": copy.deepcopy(tokenizer),  # a tokenizer keeps the last max_length
         "source_length": args.max_source_length,
         "target_length": args.max_target_length,
     }
     train_set = train_set.map(tokenize, batched=True, fn_kwargs=options)
     validation_set = validation_set.map(tokenize, batched=True, fn_kwargs=options)
-    if dist.get_rank() == 0:
-        targets = train_set["labels"][:]
-        num_cut = sum(len(ids) >= args.max_target_length for ids in targets)
-        num_unknown = sum(tokenizer.unk_token_id in ids[:-1] for ids in targets)
-        print(
-            f"targets  of {len(targets):,}, {num_unknown:,} have unknown tokens, and {num_cut:,}"
-            " reach --max-target-length and may be cut",
-            flush=True,
-        )
+    first = train_set[:1000]["labels"]
+    num_cut = sum(len(ids) == args.max_target_length for ids in first)
+    common.say(f"targets  {num_cut:,} of {len(first):,} may end at --max-target-length")
     return config, tokenizer, train_set, validation_set, checksum
 
 
@@ -451,7 +452,7 @@ def batches_on_device(args, world, articles, collate, step: int):
     has the same articles on any number of processes. They have similar lengths, because padding is
     wasted work."""
     batch_size = args.global_batch_size
-    lengths = [len(ids) for ids in articles["input_ids"]]
+    lengths = articles["length"][:]
     steps_per_epoch = len(articles) // batch_size
     epoch, done = divmod(step, steps_per_epoch)
     while True:
@@ -532,7 +533,7 @@ def validate(args, world, model, articles, collate, log, step: int) -> float:
     record = {"step": step, "val_loss": val_loss}
     log.metrics(record | dict(zip(ROUGE, means, strict=True)))
     for name, text in {"article": articles[0]["text"], **example}.items():
-        log.print(textwrap.fill(f"{name:10} {text}", 79, subsequent_indent=" " * 11, max_lines=5))
+        common.say(textwrap.fill(f"{name:10} {text}", 79, subsequent_indent=" " * 11, max_lines=5))
     return val_loss
 
 
@@ -565,17 +566,17 @@ def main(args, world):
         steps_per_epoch > 0,
         f"{len(train_set)} articles are fewer than --global-batch-size {args.global_batch_size}",
     )
-    log.print(
+    common.say(
         f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate on;"
         f" {steps_per_epoch:,} steps of {args.global_batch_size} an epoch"
     )
 
     # Model
     model, meta_model, optimizer = build(args, world, config)
-    log.print(f"model    {args.model}, {common.describe_state(meta_model, world.size)}")
-    log.print(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
+    common.say(f"model    {args.model}, {common.describe_state(meta_model, world.size)}")
+    common.say(f"fsdp     FSDP{args.fsdp_version}, {args.sharding_strategy}, {args.precision}")
     if args.print_model:
-        log.print(str(model))
+        common.say(str(model))
 
     def validate_and_export(step: int, best_loss: float) -> float:
         """Validate, and save the model if it is the best so far. Return the lowest loss. Without
@@ -586,7 +587,7 @@ def main(args, world):
         if args.save_model and (val_loss < best_loss or not args.run_validation):
             best_loss = val_loss
             common.export(model, meta_model, dtype, tokenizer, best_folder, world)
-            log.print(f"saved    the model to {best_folder} (replaces any earlier one)")
+            common.say(f"saved    the model to {best_folder} (replaces any earlier one)")
         return best_loss
 
     # Where the run stands: the steps done, and the lowest validation loss
@@ -597,7 +598,7 @@ def main(args, world):
         progress = common.load_checkpoint(checkpoint, model, optimizer)
         step = progress["step"]
         best_loss = progress["best_loss"]
-        log.print(f"resumed  from step {step} of {num_steps}")
+        common.say(f"resumed  from step {step} of {num_steps}")
         if progress["epoch_ends"]:  # the checkpoint is from before the validation
             best_loss = validate_and_export(step, best_loss)
     elif args.run_validation:
@@ -656,15 +657,15 @@ def main(args, world):
                 }
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now:  # without the validation that may be due
-                log.print(f"stopped  at step {step}, checkpoint saved: continue with --resume")
+                common.say(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
             if epoch_ends:
                 best_loss = validate_and_export(step, best_loss)
             start = time.perf_counter()  # do not count validation and saving
 
-    log.print(f"metrics  {log.path}, run {log.run}")
+    common.say(f"metrics  {log.path}, run {log.run}")
     if args.save_model:
-        log.print(f"model    {best_folder}")
+        common.say(f"model    {best_folder}")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ UserError = common.UserError
 builtin_article = common.builtin_article
 peak_gib = common.peak_gib
 train_tokenizer = common.train_tokenizer
+print_lost_text = common.print_lost_text
 
 
 def world_of(rank=0, size=1):
@@ -110,20 +111,22 @@ def lm_all_texts(args):
 
 def lm_sample_texts(args):
     """The texts that a tokenizer learns from, and the texts for validation."""
-    return lm_multinode.sample_texts(args)
+    return lm_multinode.sample_texts(args, lm_multinode.open_texts(args))
 
 
 def lm_stream(args, tokenizer, index, num_streams, position=None):
     """Yield the sequences of a stream, and its position after each."""
-    return lm_multinode.read_stream(args, tokenizer, index, num_streams, position or {})
+    rows = lm_multinode.open_texts(args)
+    return lm_multinode.read_stream(args, rows, tokenizer, index, num_streams, position or {})
 
 
 def lm_held_out(args, tokenizer, script=lm_multinode):
     """The held-out texts, cut into sequences: an array of input_ids, and one of labels."""
     args = copy.copy(args)
-    args.tokenizer = "given"
-    with mock.patch.object(script.AutoTokenizer, "from_pretrained", return_value=tokenizer):
-        _, sequences, _ = script.load_data(args, None)
+    args.model = "given"
+    from_pretrained = mock.patch.object(script.AutoTokenizer, "from_pretrained", return_value=tokenizer)
+    with from_pretrained, mock.patch("torch.distributed.get_rank", return_value=1):  # it prints nothing
+        _, _, sequences, _ = script.load_data(args, None)
     return as_batch(sequences.numpy())
 
 
@@ -138,7 +141,8 @@ def as_batch(sequences):
 
 def lm_steps(args, tokenizer, script=lm_multinode, size=1):
     """Yield each step without a worker process: a list of the streams' sequences as arrays, ordered by rank."""
-    ranks = [script.StepBatches(args, world_of(rank, size), tokenizer, None) for rank in range(size)]
+    rows = script.open_texts(args)
+    ranks = [script.StepBatches(args, world_of(rank, size), rows, tokenizer, None) for rank in range(size)]
     for parts in zip(*ranks, strict=True):
         streams = []
         for sequences, positions in parts:
@@ -148,7 +152,7 @@ def lm_steps(args, tokenizer, script=lm_multinode, size=1):
 
 def lm_loader(args, tokenizer):
     """The steps of one process, as tensors and positions, from the loader and its worker process."""
-    return lm_multinode.batches_on_device(args, world_of(), tokenizer, None)
+    return lm_multinode.batches_on_device(args, world_of(), lm_multinode.open_texts(args), tokenizer, None)
 
 
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
@@ -218,6 +222,16 @@ def read_other_data(script):
         return *others, checksum + dist.get_rank()
 
     script.load_data = load_and_change
+
+
+def report_opened_datasets(script):
+    open_texts = script.open_texts
+
+    def open_and_report(args):
+        os.write(2, b"opened the dataset\n")
+        return open_texts(args)
+
+    script.open_texts = open_and_report
 
 
 def pause_worker(script, seconds):

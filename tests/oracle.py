@@ -7,6 +7,7 @@ processes, "micro_batch_size": samples of one process, "rates": the learning rat
 T5's samples are padded here. A causal model's samples have shifted labels already, as lm_multinode.py makes them.
 """
 
+import gc
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from transformers import (
@@ -126,3 +128,5 @@ def main(task, folder):
 if __name__ == "__main__":
     _, task, _, folder = sys.argv
     main(json.loads(Path(task).read_text()), Path(folder))
+    gc.collect()  # as in common.run: otherwise Python may abort
+    dist.destroy_process_group()

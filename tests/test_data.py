@@ -1,11 +1,15 @@
 """The training data: lm_multinode.py's texts and t5_fsdp.py's articles."""
 
 import collections
+import contextlib
 import copy
+import functools
 import gzip
+import io
 import itertools
 import json
 import random
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -36,6 +40,8 @@ def write_rows(path, rows):
     """Write dictionaries as the ending of the name says. Paragraphs (.txt) hold only the texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.name.lower().removesuffix(".gz")
+    if name.endswith(".csv"):
+        return write_csv(path, rows)
     lines = [json.dumps(row) for row in rows]
     if name.endswith(".parquet"):
         datasets.Dataset.from_list(rows).to_parquet(path, batch_size=40)  # rows in a group
@@ -60,10 +66,11 @@ NAMES = {
     "rows.json": ["rows.json"],
     "rows.parquet": ["rows.parquet"],
     "*.jsonl": ["a.jsonl", "b.jsonl"],
-    "folder": ["folder/a.jsonl", "folder/deeper/b.jsonl"],
+    "folder/**/*.jsonl": ["folder/a.jsonl", "folder/deeper/b.jsonl"],
+    "*.csv": ["a.csv", "b.csv"],
     "texts.txt": ["texts.txt"],
     "texts.txt.gz": ["texts.txt.gz"],
-    "texts": ["texts/a.txt", "texts/b.txt"],
+    "texts/*.txt": ["texts/a.txt", "texts/b.txt"],
     "http://HERE/rows.jsonl?download=true": ["rows.jsonl"],
 }
 
@@ -125,6 +132,7 @@ KINDS = {
     "many files": ("jsonl", ROWS, [1] * 520),
     "row groups": ("parquet", ROWS, [600]),
     "paragraphs": ("txt", ROWS, [600]),
+    "tables": ("csv", ROWS, [290, 7, 250, 53]),
     "other columns": ("jsonl", OTHER_COLUMNS + NO_TEXTS, [300, 303]),
     "long beside short": ("jsonl", LONG, [600]),
 }
@@ -219,15 +227,16 @@ def test_every_text_comes_once_in_a_pass(counts, tmp_path, small_blocks):
 
 def test_sequences_hold_texts_with_one_eos_and_no_padding(tmp_path, tokenizer, small_blocks):
     """A sequence holds the end of a text, whole texts, and the beginning of a text, each with the tokenizer's special
-    tokens. Special tokens inside a text are read as letters."""
+    tokens. Special tokens inside a text are special tokens, too: a rendered chat template has them."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"bos_token": "<s>"})  # as Llama's and Gemma's tokenizers do
     special = [("<s>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=special)
-    texts = [f"{make_text(index)} </s> <pad><s> {index}" for index in range(300)]
+    texts = [f"{make_text(index)} <pad><s> {index}" for index in range(300)]
     args = lm_args(write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts]), seq_length=100)
 
-    ids = tokenizer(texts, split_special_tokens=True)["input_ids"]
+    ids = tokenizer(texts)["input_ids"]
+    assert ids[0].count(tokenizer.bos_token_id) == 2 and tokenizer.pad_token_id in ids[0]
     whole = {(*tokens, tokenizer.eos_token_id) for tokens in ids}
     beginnings = {tokens[:end] for tokens in whole for end in range(len(tokens))}
     ends = {tokens[start:] for tokens in whole for start in range(len(tokens))}
@@ -253,17 +262,16 @@ SHEET = sorted((row["text"], row["headline"]) for row in SOME)
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 def test_a_spreadsheet_is_read(delimiter, tmp_path):
-    """With a byte-order mark, compressed, from a server, in a folder beside one with another delimiter."""
+    """With a byte-order mark, compressed, from a server, beside one with another delimiter."""
     (tmp_path / "rows.csv").write_bytes(sheet(delimiter, "utf-8-sig"))
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(sheet(delimiter)))
     assert pairs(tmp_path / "rows.csv") == pairs(tmp_path / "rows.csv.gz") == SHEET
     with serve(tmp_path) as address:
         for name in ("rows.csv.gz", "rows.csv?download=true"):
             assert pairs(f"{address}/{name}") == SHEET
-    (tmp_path / "folder").mkdir()
     for name, of_file in {"a": ",", "b": delimiter}.items():
-        (tmp_path / f"folder/{name}.csv").write_bytes(sheet(of_file))
-    assert pairs(tmp_path / "folder") == sorted(SHEET * 2)
+        (tmp_path / f"sheet-{name}.csv").write_bytes(sheet(of_file))
+    assert pairs(tmp_path / "sheet-*.csv") == sorted(SHEET * 2)
     (tmp_path / "rows.csv").write_bytes(sheet(delimiter).replace(b"Article 7", b"Article 99"))
     assert pairs(tmp_path / "rows.csv") != SHEET  # not the rows that `datasets` has kept
 
@@ -298,10 +306,13 @@ def test_a_csv_is_read_as_it_was_written_or_refused(case, tmp_path):
     content = sheet().decode()
     assert old in content
     path.write_bytes(content.replace(old, new).encode(errors="surrogateescape"))
-    try:
-        assert pairs(path) == sorted((text, expected if summary == "s7" else summary) for text, summary in SHEET)
-    except inside.UserError as error:
-        assert expected in str(error) and str(path) in str(error)
+    articles = sorted((text, expected if summary == "s7" else summary) for text, summary in SHEET)
+    read_by_lm = functools.partial(inside.lm_all_texts, lm_args(path))
+    for read, rows in ((functools.partial(pairs, path), articles), (read_by_lm, [text for text, _ in articles])):
+        try:
+            assert read() == rows
+        except inside.UserError as error:
+            assert expected in str(error) and str(path) in str(error)
 
 
 def test_lists_of_sentences_are_joined(tmp_path):
@@ -359,9 +370,33 @@ def test_contents_alone_decide_which_articles_are_held_out(tmp_path):
 
 
 def test_each_target_ends_with_one_eos():
-    """Even if a summary is cut, or if it contains "</s>", which is read as letters."""
-    tokenizer = inside.train_tokenizer(["a b </s> c"] * 3, 300, append_eos=True)
-    rows = {"text": ["a </s> b"] * 3, "summary": ["a </s> b", "a</s>", "a b c " * 20]}
-    targets = inside.t5_tokenize(rows, tokenizer, 30, 20)["labels"]
+    """Even if a summary is cut."""
+    tokenizer = inside.train_tokenizer(["a b c"] * 3, 300, append_eos=True)
+    rows = {"text": ["a b"] * 3, "summary": ["a b", "a", "a b c " * 20]}
+    columns = inside.t5_tokenize(rows, tokenizer, 30, 20)
+    assert columns["length"] == [len(ids) for ids in columns["input_ids"]]
+    targets = columns["labels"]
     assert [target.index(tokenizer.eos_token_id) + 1 for target in targets] == [len(target) for target in targets]
-    assert tokenizer.decode(targets[0][:-1]).strip() == "a </s> b"
+    assert len(targets[2]) == 20
+
+
+# ---- Tokenizers of both scripts --------------------------------------------------------------------------------------
+def lost_text(tokenizer, texts):
+    """What print_lost_text prints."""
+    printed = io.StringIO()
+    with mock.patch("torch.distributed.get_rank", return_value=0), contextlib.redirect_stdout(printed):
+        inside.print_lost_text(tokenizer, texts)
+    return printed.getvalue()
+
+
+def test_lost_text_is_counted_and_unknown_text_is_refused(tokenizer):
+    """Spaces do not count. Each text has a brace, an emoji or a tilde, which many vocabularies lack."""
+    known = WordLevel({"</s>": 0, "<unk>": 1, "the": 2, "of": 3, "and": 4}, unk_token="<unk>")
+    words = Tokenizer(known)
+    words.pre_tokenizer = WhitespaceSplit()
+    words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
+    texts = ["the of {", "the  of\nand ~", "the of \N{GRINNING FACE}", "the of and the", "the"]
+    assert " 3 of 5 texts" in lost_text(words, texts)
+    assert " 0 of 5 texts" in lost_text(tokenizer, texts)  # of bytes
+    with pytest.raises(inside.UserError, match="unknown"):
+        lost_text(words, ["the weather is the news"])

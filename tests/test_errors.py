@@ -1,6 +1,8 @@
 """Bad input ends a run with code 2, and one sentence on stderr names the flag and the cure. Nothing is saved."""
 
 import json
+import random
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -8,10 +10,10 @@ from pathlib import Path
 import torch
 
 import pytest
-from conftest import make_model, run
+from conftest import SMALL, losses, make_model, run
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inside import train_tokenizer
+from inside import builtin_article, train_tokenizer
 
 T5 = "t5_fsdp.py --model t5 --dataset articles.csv"
 
@@ -19,6 +21,7 @@ T5 = "t5_fsdp.py --model t5 --dataset articles.csv"
 # t5_fsdp.py stands for all scripts where they share the check.
 MISTAKES = [
     ("t5_fsdp.py --micro-batch-size 0", 2, "--micro-batch-size 0", "1 or more"),
+    ("t5_fsdp.py --test-batch-size 0", 1, "--test-batch-size 0", "1 or more"),
     ("t5_fsdp.py --lr nan", 1, "--lr nan", "0 or more"),
     ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
     ("t5_fsdp.py --output-dir file", 1, "'file'"),  # the system's
@@ -28,9 +31,12 @@ MISTAKES = [
     ("t5_fsdp.py --global-batch-size 9", 2, "--global-batch-size", "multiple of 2"),
     (f"{T5} --backward-prefetch post", 1, "--backward-prefetch", "FSDP1"),
     (f"{T5} --fsdp-version 1 --layers-per-unit 2", 1, "--layers-per-unit", "FSDP2"),
+    (f"{T5} --fsdp-version 1 --compile", 1, "--compile", "FSDP2"),
     (f"{T5} --fsdp-version 1 --cpu-offload", 1, "--cpu-offload", "--fsdp-version 2"),
     (f"{T5} --global-batch-size 500", 2, "articles", "--global-batch-size 500"),
     (f"{T5} --model other", 1, "--model other", "docs/your-model-and-data.md"),
+    (f"{T5} --model endless-t5", 1, "--model endless-t5", "EOS"),
+    (f"{T5} --model blank-t5", 2, "unknown"),  # it has no tokenizer, so transformers makes an empty one
     ("t5_fsdp.py --dataset absent.csv", 2, "--dataset absent.csv", "absent.csv'"),  # datasets'
     ("t5_fsdp.py --dataset columns.jsonl", 1, "--dataset columns.jsonl", "text", "body"),
     ("t5_fsdp.py --dataset numbers.jsonl", 1, "--dataset numbers.jsonl", "column text"),
@@ -38,10 +44,11 @@ MISTAKES = [
     ("lm_multinode.py --dataset someone/absent", 1, "--dataset someone/absent"),  # datasets'
     ("lm_multinode.py --dataset columns.jsonl", 2, "--dataset columns.jsonl", "text", "body"),
     ("lm_multinode.py --dataset mixed.jsonl", 1, "--dataset mixed.jsonl", "/text"),  # pyarrow's
-    ("lm_multinode.py --dataset several", 2, "--dataset several", "several kinds", "'several/*.txt'"),
+    ("lm_multinode.py --dataset several/", 2, "--dataset several/", "folder", "'several/*.jsonl'"),
     ("lm_multinode.py --dataset one.txt", 1, "--dataset one.txt", "too few texts"),
     ("lm_multinode.py --dataset some.jsonl --seq-length 2048", 1, "texts", "--seq-length"),
     ("lm_multinode.py --tokenizer endless", 1, "EOS"),
+    ("lm_multinode.py --model short --tokenizer window", 1, "--model short", "--tokenizer"),
     ("lm_multinode.py --model other", 1, "--model other", "bert", "qwen2"),
     ("lm_multinode.py --model quantized", 1, "--model quantized"),
     ("lm_multinode.py --model bidirectional", 1, "--model bidirectional", "causal"),
@@ -81,8 +88,6 @@ def files(tmp_path_factory, articles_csv, tiny_llama):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     (folder / "one.txt").write_text("A line.\n" * 99)
     (folder / "several").mkdir()
-    for name in ("one.txt", "some.jsonl"):
-        shutil.copy(folder / name, folder / "several")
     (folder / "empty.csv").write_text("text,headline\na,\n")
     (folder / "file").touch()
     (folder / "linked").mkdir()
@@ -91,10 +96,14 @@ def files(tmp_path_factory, articles_csv, tiny_llama):
     (folder / "trained/checkpoints/step-0000001").mkdir(parents=True)
     (folder / "trained/checkpoints/step-0000001/progress.json").touch()
 
-    make_model(folder / "t5")
+    for name in ("t5", "endless-t5", "blank-t5"):
+        make_model(folder / name)
+    for path in (folder / "blank-t5").glob("tokenizer*"):
+        path.unlink()
     shutil.copytree(tiny_llama, folder / "headless")
     AutoModelForCausalLM.from_pretrained(tiny_llama).model.save_pretrained(folder / "headless")
     tokenizer = train_tokenizer(["0 1"], 300, append_eos=False)
+    tokenizer.save_pretrained(folder / "endless-t5")
     for name, (kind, settings) in CONFIGS.items():
         AutoConfig.for_model(kind, **settings).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -148,7 +157,25 @@ def test_only_one_of_two_processes_prints_what_tyro_says(flags, words, here):
 @pytest.mark.long
 def test_different_data_on_two_nodes_is_refused(here):
     change = ("read_other_data",)
-    refuse("lm_multinode.py", words=["dataset: not the same as in rank 0"], processes=2, per_node=1, change=change)
+    refuse("lm_multinode.py", words=["dataset is", "rank 0"], processes=2, per_node=1, change=change)
+
+
+@pytest.mark.long
+def test_a_bad_row_on_one_rank_alone_is_one_sentence(tmp_path):
+    """Its worker meets it in mid-run. The other rank, which then loses its connection, prints nothing."""
+    order = [*range(600)]
+    random.Random(1).shuffle(order)
+    bad = order[321]  # the 41st file of stream 1 of 8, which reads 1,000 rows at once
+    for number in range(600):
+        rows = [f'"{builtin_article(30 * number + row)["text"][:120]}",{row}' for row in range(30)]
+        rows[2] += "," if number == bad else ""
+        (tmp_path / f"{number:03}.csv").write_text("\n".join(["text,id", *rows, ""]))
+    flags = (*SMALL, "--seq-length", 64, "--global-batch-size", 64, "--micro-batch-size", 32)
+    flags = (*flags, "--max-steps", 4000, "--validate-every", 0, "--output-dir", tmp_path)
+    finished = run("lm_multinode.py", *flags, "--dataset", tmp_path / "*.csv", processes=2)
+    sentences = re.findall(r"^lm_multinode.py: error: .*", finished.stderr, re.M)
+    assert len(sentences) == 1 and f"{bad:03}.csv, line 4: 3 fields" in sentences[0]
+    assert losses(tmp_path)
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="it would train on the Intel GPU here")

@@ -105,7 +105,8 @@ def test_a_chain_of_runs_equals_one_run(name, flags_of, tmp_path):
     if recipe not in ("lm", "t5"):
         script = patched(tmp_path / "copy", recipe) / script
     per_node = 2 if name == "lm, two nodes" else None
-    run_many(script, {tmp_path / "whole": flags}, chain[0][0], per_node=per_node)
+    printed = run_many(script, {tmp_path / "whole": flags}, chain[0][0], per_node=per_node).stdout
+    assert printed.count("resumed  nothing") == 1
     for processes, end, last_checkpoint in chain:
         is_killed = end in (KILL, KILL_IN_SAVE)
         options = {"change": end or (), "check": not is_killed, "per_node": per_node}
@@ -165,17 +166,17 @@ def test_another_run_is_refused(saved, texts, articles_csv, tmp_path):
     edited = patched(tmp_path / "copy") / LM_SCRIPT
     edited.write_text(edited.read_text().replace('"tiny": (128, 352,', '"tiny": (128, 320,'))
     for script, changed_flags, word in (
-        (LM_SCRIPT, ("--seed", 2), "seed"),
+        (LM_SCRIPT, ("--seed", 2), "seed is 2, not 1"),
         (LM_SCRIPT, ("--tokenizer", tmp_path / "tokenizer"), "tokenizer"),
         (LM_SCRIPT, ("--dataset", tmp_path / "texts.jsonl"), "dataset"),
-        (LM_SCRIPT, ("--dataset", tmp_path / "texts"), "dataset"),
+        (LM_SCRIPT, ("--dataset", tmp_path / "texts/*.jsonl"), "dataset"),
         (edited, (), "config"),
         (T5_SCRIPT, ("--max-target-length", 14), "max_target_length"),
         (T5_SCRIPT, ("--dataset", changed), "dataset"),
     ):
         flags, folder = saved[Path(script).name]
         flags = (*flags, "--resume", *changed_flags, "--output-dir", folder)
-        refuse(script, *flags, words=[word, "not the same as"])
+        refuse(script, *flags, words=[word, "step-0000002"])
 
     flags, folder = saved[LM_SCRIPT]  # it has eight streams
     flags = (*flags, "--max-steps", 3, "--resume", "--output-dir", folder)
@@ -202,7 +203,7 @@ def test_only_folders_named_step_and_seven_digits_are_checkpoints(saved, tmp_pat
     """Runs do not resume from other folders, and do not delete them."""
     flags, folder = saved[LM_SCRIPT]
     start = shutil.copytree(checkpoint(folder, 2), checkpoint(tmp_path, 2))
-    kept = {"best", "step-9999999-best", "step-7"}
+    kept = {"best", "step-9999999-best", "step-7", "step-keep015"}
     for name in kept:
         (start.parent / name).mkdir()
         (start.parent / name / "progress.json").touch()

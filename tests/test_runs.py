@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 
@@ -121,8 +122,32 @@ def test_a_saved_model_has_the_dtype_that_it_began_with(dtype, tiny_model, tiny_
         assert {str(tensor.dtype) for tensor in load_file(saved).values()} == {f"torch.{dtype or 'float32'}"}
         assert kind.from_pretrained(saved.parent, dtype="auto").dtype == getattr(torch, dtype or "float32")
         assert GenerationConfig.from_pretrained(saved.parent).repetition_penalty == 1.5
+        assert json.loads((saved.parent / "tokenizer.json").read_text())["truncation"] is None
     loss = lm_validation_loss(tmp_path / "output/lm_multinode.py/model", *SMALL, dtype=torch.bfloat16)
     assert loss == pytest.approx(curve(tmp_path / "output/lm_multinode.py", "val_loss")[-1], abs=2e-3)
+
+
+@pytest.mark.long
+def test_an_export_replaces_a_whole_model_and_nothing_else(tiny_llama, tmp_path):
+    """Its tokenizer has several chat templates. Modes follow the umask."""
+    bases = [shutil.copytree(tiny_llama, tmp_path / name) for name in ("with", "without")]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    tokenizer.save_pretrained(bases[0])
+    model = tmp_path / "output" / "model"
+    (model / "notes").mkdir(parents=True)
+    for name in ("notes/mine.txt", "adapter_config.json"):
+        (model / name).write_text("{}")
+
+    usual = os.umask(0o027)
+    for base in (bases[0], bases[0], bases[1]):
+        succeed("lm_multinode.py", *SMALL, "--model", base, "--max-steps", 1, "--output-dir", model.parent)
+        modes = {path.stat().st_mode & 0o777 for path in model.glob("*.*")}
+        assert modes == {0o640}
+        assert AutoTokenizer.from_pretrained(model).chat_template == AutoTokenizer.from_pretrained(base).chat_template
+        assert (model / "notes/mine.txt").exists() and not (model / "adapter_config.json").exists()
+    os.umask(usual)
+    assert {path.name for path in model.iterdir()} - {"notes"} == {path.name for path in bases[1].iterdir()}
 
 
 @pytest.mark.long
@@ -152,3 +177,13 @@ def test_only_one_process_asks_the_hub(tiny_llama, tmp_path):
         requests_of_runs.append(sorted(requests))
     assert any("model.safetensors" in request for request in requests_of_runs[0])
     assert requests_of_runs[0] == requests_of_runs[1]
+
+
+def test_one_process_of_a_node_opens_the_dataset(texts, tmp_path):
+    """The second of two nodes finds what the first one has opened."""
+    flags = (*SMALL, "--dataset", texts, "--max-steps", 1, "--validate-every", 0, "--no-save-model")
+    for per_node in (4, 2):
+        finished = run_many(
+            "lm_multinode.py", {tmp_path: flags}, 4, per_node=per_node, change=("report_opened_datasets",)
+        )
+        assert finished.stderr.count("opened the dataset") == 4 // per_node

@@ -4,7 +4,6 @@ strategies in README.md selects the strategy that the tool finds the fastest."""
 import itertools
 import json
 import re
-from argparse import Namespace
 
 import pytest
 import will_it_fit
@@ -117,22 +116,33 @@ def test_what_is_sent_is_what_the_formulas_say():
         assert [cost["inside"], cost["between"]] == pytest.approx(sent, rel=0.01), strategy
 
 
+LLAMA = ("--model", "150m", "--vocabulary", 6666, "--seq-length", 1024)
+
+
 @pytest.mark.parametrize(
-    ("flags", "measured"),
-    [(("bf16",), 0.0865), (("bf16", "--activation-checkpointing"), 0.1089), (("fp32",), 0.1714)],
+    ("gpu", "batch", "precision", "flags", "milliseconds"),
+    [
+        ("H100", 16, "bf16", LLAMA, 86.5),
+        ("H100", 16, "bf16", (*LLAMA, "--activation-checkpointing"), 108.9),
+        ("H100", 16, "fp32", LLAMA, 171.4),
+        ("H200", 16, "bf16", LLAMA, 77.5),
+        ("H200", 64, "bf16", LLAMA, 260.1),
+        ("H200", 1, "bf16", ("--model", "7b", "--seq-length", 4096, "--activation-checkpointing"), 608),
+    ],
 )
-def test_the_predicted_time_is_that_of_an_h100(flags, measured):
-    """Checks the rows of docs/results.md in which the GPU was busy. The shares are fitted to the first and the last."""
-    llama = ("--model", "150m", "--vocabulary", 6666, "--seq-length", 1024)
-    one_step = ("--num-processes", 1, "--micro-batch-size", 16, "--global-batch-size", 16)
-    with traced("lm_multinode.py", *llama, *one_step, "--precision", *flags, build=False) as run:
-        per_token = lm_mfu_per_token_per_second(Namespace(peak_tflops=1, seq_length=1024), run.world, run.meta_model)
+def test_the_predicted_time_is_that_of_a_gpu(gpu, batch, precision, flags, milliseconds):
+    """Checks the LM's rows in docs/results.md. In the fourth the host may have been the limit."""
+    one_step = ("--num-processes", 1, "--gpu", gpu, "--micro-batch-size", batch, "--global-batch-size", batch)
+    more = ("--precision", precision, "--peak-tflops", 1)
+    with traced("lm_multinode.py", *flags, *one_step, *more, build=False) as run:
+        per_token = lm_mfu_per_token_per_second(run.args, run.world, run.meta_model)
         run.build()
-        kernels = run.cost()["kernels"]
-    assert kernels.seconds == pytest.approx(measured, rel=0.05)
-    assert not kernels.host_may_be_the_limit
+        cost = run.cost()
+    kernels = cost["kernels"]
+    assert kernels.seconds * 1e3 == pytest.approx(milliseconds, rel=0.1)
+    assert kernels.host_may_be_the_limit == (milliseconds == 77.5)
     # The tool's MFU counts the same FLOPs as the script's: recomputed layers count once.
-    assert kernels.model_flops == pytest.approx(1e12 * per_token * 16 * 1024, rel=0.01)
+    assert kernels.model_flops == pytest.approx(1e12 * per_token * cost["tokens"], rel=0.01)
 
 
 @pytest.mark.parametrize(

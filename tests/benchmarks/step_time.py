@@ -38,8 +38,10 @@ GPUS = {
     "MI300X": Gpu(191.7, 1307, 163, 5300, 448),  # PyTorch uses no TF32 on it by default
 }
 
-# The shares of the data sheet's peaks that kernels reach, fitted to two runs on one H100: see docs/results.md.
-PRODUCTS_SHARE = 0.62
+# The shares of the data sheet's peaks that kernels reach. A matrix product whose smallest dimension is d reaches
+# PRODUCTS_SHARE * d / (d + PRODUCTS_HALF). Fitted to the LM's rows of "Predicted time" in docs/results.md.
+PRODUCTS_SHARE = 0.8
+PRODUCTS_HALF = 600
 MEMORY_SHARE = 0.65
 # The share for fused attention is not fitted: FlashAttention-2 reaches 35% of an H100's peak (arXiv:2407.08608).
 ATTENTION_SHARE = 0.35
@@ -133,9 +135,8 @@ class Kernels(TorchDispatchMode):
 
     def add(self, function, name: str, arguments, options, result) -> None:
         written = tensors_in(result)
+        values = dict(zip((a.name for a in function._schema.arguments), arguments, strict=False)) | options
         if function._schema.is_mutable:
-            values = dict(zip((argument.name for argument in function._schema.arguments), arguments, strict=False))
-            values |= options
             written = tensors_in([values.get(a.name) for a in function._schema.arguments if a.is_write])
         read = tensors_in((arguments, options))
         if name in ONLY_WRITE:
@@ -151,11 +152,15 @@ class Kernels(TorchDispatchMode):
         flops = self.repeats * flop_registry[function.overloadpacket](*arguments, **options, out_val=result)
         if torch._C._current_graph_task_id() == -1:  # outside backward, which also recomputes
             self.forward_flops += flops
-        self.product_seconds += max(flops / self.rate(name, read[0].dtype), memory_seconds)
+        if values.get("is_causal"):  # fused attention leaves out half of what MFU counts
+            flops /= 2
+        self.product_seconds += max(flops / self.rate(name, read), memory_seconds)
 
-    def rate(self, name: str, dtype: torch.dtype) -> float:
+    def rate(self, name: str, read: list[torch.Tensor]) -> float:
         """The FLOP/s that a matrix product or a fused attention reaches."""
-        is_attention = "attention" in name
-        if dtype == torch.float32:
-            return (FP32_ATTENTION_SHARE if is_attention else PRODUCTS_SHARE) * self.gpu.fp32_tflops * 1e12
-        return (ATTENTION_SHARE if is_attention else PRODUCTS_SHARE) * self.gpu.bf16_tflops * 1e12
+        is_fp32 = read[0].dtype == torch.float32
+        smallest = min(size for tensor in read for size in tensor.shape[-2:])
+        share = PRODUCTS_SHARE * smallest / (smallest + PRODUCTS_HALF)
+        if "attention" in name:
+            share = FP32_ATTENTION_SHARE if is_fp32 else ATTENTION_SHARE
+        return share * (self.gpu.fp32_tflops if is_fp32 else self.gpu.bf16_tflops) * 1e12
