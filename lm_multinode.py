@@ -283,7 +283,9 @@ def summed_loss(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor)
     (sequences, length); a label is the token that follows. Return the cross-entropy in nats, summed
     over all labels that are not -100."""
     # Give the model no labels: it would shift them once more.
-    return cross_entropy(model(input_ids=input_ids, use_cache=False).logits, labels)
+    output = model(input_ids=input_ids, use_cache=False)
+
+    return cross_entropy(output.logits, labels)
 
 
 class CrossEntropy(nn.Module):

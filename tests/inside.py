@@ -330,6 +330,23 @@ def capture_graphs(script):
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=count_graph)
 
 
+def count_products(script):
+    """Write products.json: the number of matrix products of each step. --compile makes graphs without machine code."""
+    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    train_step = script.train_step
+    counts = []
+
+    def counted_step(args, *arguments):
+        with torch.profiler.profile() as profiled:
+            result = train_step(args, *arguments)
+        events = profiled.key_averages()
+        counts.append(sum(event.count for event in events if event.key in ("aten::mm", "aten::addmm", "aten::bmm")))
+        (args.output_dir / "products.json").write_text(json.dumps(counts))
+        return result
+
+    script.train_step = counted_step
+
+
 def time_loader(script):
     """Write loader-RANK.json: for each step, the seconds that this rank waited for its data."""
     batches_on_device = script.batches_on_device

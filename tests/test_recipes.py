@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,8 @@ from inside import UserError, builtin_article, lm_cut, lm_held_out, load_module,
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
-TOGETHER = [("t5-metric", "t5-rouge", "t5-schedule"), ("lm-chat", "lora")]
+LM_RECIPES = "lm-chat lm-chunked-loss lora lm-experts tensorboard wandb lm-trace lm-muon lm-float8".split()
+T5_RECIPES = "lora t5-metric t5-schedule t5-cosine t5-rouge tensorboard".split()
 
 
 def snippet(title, **paths):
@@ -52,22 +54,39 @@ def snippet(title, **paths):
     return code
 
 
+def check_names(folder):
+    """No name in the scripts is undefined."""
+    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", ROOT / "pyproject.toml"]
+    finished = subprocess.run([*ruff, "--ignore", "I001,F401", folder], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout
+
+
 def test_every_diff_applies_also_to_an_edited_copy_and_leaves_no_name_undefined(tmp_path):
     def edit(text):
         text = re.sub(r"^import (?=copy|contextlib)", "# A line of mine\n" * 20 + "import ", text, count=1, flags=re.M)
         return re.sub(r"(    (?:max_steps|epochs): int =) \d+", r"\1 7", text)
 
-    for names in [*([name] for name in RECIPES), *TOGETHER]:
-        folder = patched(tmp_path / "-".join(names), *names)
-        scripts = re.findall(r"^\+\+\+ b/(.+)", RECIPES[names[0]].read_text(), re.M)
-        if len(names) == len(scripts) == 1:  # the copy has another name
+    for name, diff in RECIPES.items():
+        folder = patched(tmp_path / name, name)
+        scripts = re.findall(r"^\+\+\+ b/(.+)", diff.read_text(), re.M)
+        if len(scripts) == 1:  # the copy has another name
             mine = folder / "my_copy.py"
             mine.write_text(edit((ROOT / scripts[0]).read_text()))
-            subprocess.run(["patch", mine, RECIPES[names[0]]], check=True, capture_output=True)
-            assert mine.read_text() == edit((folder / scripts[0]).read_text()), names
-    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", ROOT / "pyproject.toml"]
-    finished = subprocess.run([*ruff, "--ignore", "I001,F401", tmp_path], capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stdout
+            subprocess.run(["patch", mine, diff], check=True, capture_output=True)
+            assert mine.read_text() == edit((folder / scripts[0]).read_text()), name
+    check_names(tmp_path)
+
+
+@pytest.mark.long
+def test_recipes_apply_together_in_any_order(tmp_path):
+    for recipes in (LM_RECIPES, T5_RECIPES):
+        for pair in itertools.combinations(recipes, 2):
+            if pair != ("t5-schedule", "t5-cosine"):
+                one, other = (patched(tmp_path / "-".join(names), *names) for names in (pair, pair[::-1]))
+                for script in ("common.py", "lm_multinode.py", "t5_fsdp.py"):
+                    lines = [sorted((folder / script).read_text().splitlines()) for folder in (one, other)]
+                    assert lines[0] == lines[1], pair
+    check_names(tmp_path)
 
 
 def test_the_functions_that_the_table_names_exist():
@@ -229,7 +248,7 @@ def test_models_with_experts_train_as_by_transformers(kind, tmp_path):
 def test_a_chunked_loss_trains_as_a_plain_loop_does(is_tied, tmp_path):
     """It refuses a model that changes its logits."""
     script = patched(tmp_path / "copy", "lm-chunked-loss") / "lm_multinode.py"
-    script.write_text(script.read_text().replace("CHUNK = 512", "CHUNK = 24"))  # 64 tokens in a micro-batch
+    script.write_text(script.read_text().replace("CHUNK = 2048", "CHUNK = 24"))  # 64 tokens in a micro-batch
     folder = make_llama(tmp_path / "model", tie_word_embeddings=is_tied)
     flags = (*LM, "--model", folder)
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
@@ -405,6 +424,21 @@ def test_only_answers_are_learned(chat):
         learned_answers([question, answer])
 
 
+@needs_peft
+@pytest.mark.long
+def test_chat_and_lora_have_the_same_losses_in_chunks(chat, tmp_path):
+    _, flags, _ = chat
+    folders = []
+    for names in (("lm-chat", "lora"), ("lora", "lm-chunked-loss", "lm-chat")):
+        script = patched(tmp_path / str(len(names)), *names) / "lm_multinode.py"
+        script.write_text(script.read_text().replace("CHUNK = 2048", "CHUNK = 100"))
+        folders.append(script.parent / "output")
+        run_many(script, {folders[-1]: (*flags, "--max-steps", 2, "--lr", 0.01, "--no-save-model")}, 2)
+    for name in ("loss", "val_loss"):
+        one, other = (curve(folder, name) for folder in folders)
+        assert one[0] != one[1] and one == pytest.approx(other, **CLOSE)
+
+
 # ---- Metrics and schedules -------------------------------------------------------------------------------------------
 # The learning rate as a share of --lr. The warm-up has 6 steps.
 SHARES = {
@@ -493,3 +527,44 @@ def test_tensorboard_has_every_value_and_the_profiler_two_steps(tiny_llama, tmp_
         names = {event["name"] for event in events}
         assert len([name for name in names if name.startswith("ProfilerStep")]) == 2
         assert any("all_gather" in name and "layers.1" in name for name in names)
+
+
+# ---- Muon, saving while training -------------------------------------------------------------------------------------
+def muon_and_adamw(model, weight_decay):
+    """Muon for the matrices in layers that are trained, and AdamW for the rest, as one optimizer."""
+    in_layers = {parameter for parameter in model.get_decoder().layers.parameters() if parameter.ndim == 2}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2 and parameter not in in_layers]
+    vectors = {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0}
+    optimizers = [
+        torch.optim.Muon(
+            [parameter for parameter in trained if parameter in in_layers],
+            weight_decay=weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW([{"params": matrices}, vectors], betas=(0.9, 0.95), weight_decay=weight_decay),
+    ]
+    return SimpleNamespace(
+        param_groups=[group for optimizer in optimizers for group in optimizer.param_groups],
+        zero_grad=model.zero_grad,
+        step=lambda: [optimizer.step() for optimizer in optimizers],
+    )
+
+
+@pytest.mark.long
+def test_muon_trains_as_a_plain_loop_does(tiny_llama, tmp_path, monkeypatch):
+    """On one, two and four processes. Replicas hold the same bits."""
+    monkeypatch.setattr("plain.adamw", muon_and_adamw)
+    script = patched(tmp_path / "copy", "lm-muon") / "lm_multinode.py"
+    flags = (*LM, "--model", tiny_llama)
+    model, tokenizer = (kind.from_pretrained(tiny_llama) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    expected = train_lm(model, tokenizer, parse("lm_multinode.py", *flags))
+    check_training(script, flags, expected, AutoModelForCausalLM.from_pretrained, tmp_path)
+
+    run_many(script, {tmp_path / "1": flags}, 1)
+    hybrid = {tmp_path / "4": (*flags, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2)}
+    run_many(script, hybrid, 4, change=["record_shards"])
+    for processes in (1, 4):
+        check_curves(tmp_path / str(processes), expected[0])
+    sums = [json.loads((tmp_path / "4" / f"shards-{rank}.json").read_text())["sums"] for rank in range(4)]
+    assert sums == [*sums[:2], *sums[:2]] and sums[0] != sums[1]

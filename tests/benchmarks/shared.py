@@ -27,13 +27,15 @@ def read_metrics(output: Path) -> list[dict]:
 
 
 def patched(folder: Path, *names: str) -> Path:
-    """Copy the scripts to `folder` as a user would, and apply these recipes from docs/recipes."""
+    """Copy the scripts to `folder` as a user would, and apply these recipes from docs/recipes. A single one must have
+    the right context."""
     folder.mkdir(parents=True)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, folder)
+    fuzz = 0 if len(names) == 1 else 2  # 2 is the default
     for name in names:
         diff = ROOT / "docs" / "recipes" / f"{name}.diff"
-        command = ["patch", "-p1", "--fuzz=0", "--no-backup-if-mismatch", "-i", diff]
+        command = ["patch", "-p1", f"--fuzz={fuzz}", "--no-backup-if-mismatch", "-i", diff]
         finished = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         assert finished.returncode == 0, f"{name}\n{finished.stdout}"
     return folder
