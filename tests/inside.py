@@ -150,11 +150,6 @@ def lm_steps(args, tokenizer, script=lm_multinode, size=1):
         yield streams
 
 
-def lm_loader(args, tokenizer):
-    """The steps of one process, as tensors and positions, from the loader and its worker process."""
-    return lm_multinode.batches_on_device(args, world_of(), lm_multinode.open_texts(args), tokenizer, None)
-
-
 # ---- What benchmarks time --------------------------------------------------------------------------------------------
 lm_mfu_per_token_per_second = lm_multinode.mfu_per_token_per_second
 

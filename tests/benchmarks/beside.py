@@ -6,18 +6,15 @@ All train in fp32, in two processes, with the same number of samples in a step. 
 In each turn half of the steps warm up and the other half count. Padding does not count as tokens. Texts are as long as
 C4's, and articles as long as WikiHow's.
 
-    Trainer, Seq2SeqTrainer   transformers' own, which shard the model (tests/oracle.py) and get the script's samples
+    Trainer, Seq2SeqTrainer   transformers' own, which shard the model (tests/oracle.py) and get the script's samples.
+                              They reduce gradients once a step, as `--gradient-sync last` does
     tutorial                  the loop of the tutorial that lm_multinode.py is based on: four workers pad or cut each
                               text, the model is one FSDP1 unit, AdamW is not fused, and every micro-batch calls
                               `.item()`. Its accumulation is corrected (docs/from-the-documents.md), so it is faster
-
-The last table has the LM's loader in one process, with 16 sequences of 1,024 tokens in a step: alone, and beside a GPU
-that needs 60 ms for a step (here, a sleep). `waiting` is the share of the time in which the GPU waits for its data.
 """
 
 import argparse
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -39,7 +36,7 @@ from datasets.distributed import split_dataset_by_node
 from plain import lm_samples, t5_ordered, t5_samples
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 
-from inside import lm_loader, parse, peak_gib, set_up, t5_articles
+from inside import parse, peak_gib, set_up, t5_articles
 
 
 def tutorial(args, world):
@@ -103,8 +100,10 @@ def lm_loops(folder: Path, options) -> dict[str, list]:
     flags += ["--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 8]
     args = parse("lm_multinode.py", *flags)
     samples = lm_samples(args, AutoTokenizer.from_pretrained(model), args.max_steps)
+    script = [shared.ROOT / "lm_multinode.py", *flags]
     return {
-        "lm_multinode.py": [shared.ROOT / "lm_multinode.py", *flags],
+        "lm_multinode.py": script,
+        "with --gradient-sync last": [*script, "--gradient-sync", "last"],
         "Trainer": trainer_loop(folder / "lm.json", model, samples, 1, options),
         "tutorial": [__file__, *sys.argv[1:], "--tutorial", *flags],
     }
@@ -141,26 +140,6 @@ def loop_rows(make_loops, folder: Path, options):
         yield {"loop": name, "tokens/s of each turn": speeds, "peak GiB": max(record["peak_gib"] for record in records)}
 
 
-def loader_rows(folder: Path, options):
-    made_up.write_texts(folder, texts=5)
-    flags = ["--dataset", f"{folder}/*.json.gz", "--seq-length", 1024, "--global-batch-size", 16]
-    args = parse("lm_multinode.py", *flags)
-    for turn, gpu_ms in itertools.product(range(options.turns), (0, 60)):
-        steps = lm_loader(args, AutoTokenizer.from_pretrained(folder))
-        waits = []
-        for step in range(240):
-            if step == 40:
-                begin = time.perf_counter()
-            start = time.perf_counter()
-            next(steps)
-            waits.append(time.perf_counter() - start)
-            time.sleep(gpu_ms / 1000)
-        seconds = time.perf_counter() - begin
-        del steps  # ends its worker
-        row = {"turn": turn + 1, "GPU's ms": gpu_ms, "tokens/s": 200 * 16 * 1024 / seconds}
-        yield row | {"waiting": f"{sum(waits[40:]) / seconds:.1%}", "longest wait, ms": 1000 * max(waits[40:])}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=3, help="runs of each loop")
@@ -172,9 +151,9 @@ def main() -> None:
     options.flags = ["--device", "cpu", "--precision", "fp32", "--lr", 1e-4, "--no-save-model"]
     options.flags += ["--max-steps", 2 * options.steps, "--log-every", options.steps]
     print(f"{shared.MACHINE}, two processes, fp32\n")
-    for make_rows in (functools.partial(loop_rows, lm_loops), functools.partial(loop_rows, t5_loops), loader_rows):
+    for make_loops in (lm_loops, t5_loops):
         with tempfile.TemporaryDirectory() as scratch:
-            shared.print_table(make_rows(Path(scratch), options))
+            shared.print_table(loop_rows(make_loops, Path(scratch), options))
             print()
 
 
