@@ -15,7 +15,7 @@ from inside import LM_MODELS, lm_mesh_shape, parse
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = (*SCRIPTS, *(str(path.relative_to(ROOT)) for path in DOCUMENTS))
-NOT_HERE = {"T5_training.py", "minimal.py"}  # the tutorial's; the program on the front page
+NOT_HERE = {"T5_training.py"}  # the tutorial's
 
 RECIPES = {"DILOCO", "fp16"}  # values of flags that recipes add
 ARGUMENTS = r"[^`#;&|<>\n]*"
@@ -33,14 +33,12 @@ class Command(NamedTuple):
 
 
 def text_of(page):
-    """Return a page with each command on one line. Slurm's variable is replaced by its script's number of nodes, and
-    that of a loop over strategies by the default one."""
+    """Return a page with each command on one line. Slurm's variable is replaced by its script's number of nodes."""
     text = (ROOT / page).read_text()
     if page in SCRIPTS:
         text = ast.get_docstring(ast.parse(text))
     text = re.sub(r"\\\n\s*", "", text)
     text = re.sub(r"(?<!`)`[^`]+`", lambda code: " ".join(code[0].split()), text)
-    text = text.replace("$strategy", "FULL_SHARD")
     nodes = re.search(r"^#SBATCH --nodes=(\d+)", text, re.M)
     return text.replace("$SLURM_NNODES", nodes[1]) if nodes else text
 
@@ -164,10 +162,15 @@ def test_every_table_renders():
             assert {len(row) for row in (ruler, *rows)} == {len(head)}, (page.name, head)
 
 
-@pytest.mark.parametrize("size", [2, long(1), long(4)])
+@pytest.mark.parametrize("size", [2, long(None), long(1), long(4)])
 def test_the_program_on_the_front_page_prints_the_same_on_any_number_of_processes(size, tmp_path):
+    """Also without its lines marked FSDP, as a plain loop in one process."""
     page = (ROOT / "README.md").read_text()
-    [program] = re.findall(r"```python\n(.+?)```", page, re.S)
+    program = (ROOT / "docs" / "minimal.py").read_text()
+    assert f"```python\n{program}```" in page
+    if size is None:
+        program = "".join(line for line in program.splitlines(keepends=True) if "# FSDP" not in line)
+        assert "dist" not in program
     path = tmp_path / "minimal.py"
     path.write_text(program)
     loss = r"^step \d+ \| loss (\S+)$"
