@@ -89,6 +89,9 @@ LONG_CHAINS = {
     # First it ends after an epoch, before the validation that is due.
     "t5": (T5_SCRIPT, (), 0.1, [(2, stop(4), 4), (2, stop(3), 7), (2, None, 7)]),
     "t5-fp16": (T5_SCRIPT, ("--precision", "fp16"), 0.1, [(2, stop(3), 3), (2, None, 3)]),
+    "lm-muon": (LM_SCRIPT, ("--activation-checkpointing", "--lr", 2e-3), 0.1, [(2, stop(2), 2), (2, None, 2)]),
+    "lm-muon, other numbers": (LM_SCRIPT, ("--lr", 2e-3), 0.0, [(2, stop(2), 2), (4, stop(2), 4), (1, None, 4)]),
+    "lm-async-save": (LM_SCRIPT, ("--checkpoint-every", 2), 0.1, [(2, KILL_IN_SAVE, 2), (2, stop(2), 4), (2, None, 6)]),
     "lora, lm": (LM_SCRIPT, (), 0.1, [(2, stop(2), 2), (2, None, 2)]),
     "lora, t5": (T5_SCRIPT, (), 0.1, [(2, stop(3), 3), (2, None, 3)]),
 }
