@@ -90,13 +90,12 @@ def test_every_diff_applies_also_to_an_edited_copy_and_leaves_no_name_undefined(
 
 @pytest.mark.long
 def test_recipes_apply_together_in_any_order(tmp_path):
-    for recipes in (LM_RECIPES, T5_RECIPES):
-        for pair in itertools.combinations(recipes, 2):
-            if pair != ("t5-schedule", "t5-cosine"):
-                one, other = (patched(tmp_path / "-".join(names), *names) for names in (pair, pair[::-1]))
-                for script in ("common.py", "lm_multinode.py", "t5_fsdp.py"):
-                    lines = [sorted((folder / script).read_text().splitlines()) for folder in (one, other)]
-                    assert lines[0] == lines[1], pair
+    pairs = {*itertools.combinations(LM_RECIPES, 2), *itertools.combinations(T5_RECIPES, 2)}
+    for pair in pairs - {("t5-schedule", "t5-cosine")}:
+        one, other = (patched(tmp_path / "-".join(names), *names) for names in (pair, pair[::-1]))
+        for script in ("common.py", "lm_multinode.py", "t5_fsdp.py"):
+            lines = [sorted((folder / script).read_text().splitlines()) for folder in (one, other)]
+            assert lines[0] == lines[1], pair
     check_names(tmp_path)
 
 
@@ -584,7 +583,7 @@ WITHOUT_TORCHAO = """
 import sys
 sys.modules["torchao"] = None
 from transformers import AutoModelForCausalLM
-print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).num_parameters())
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
 """
 
 
@@ -592,36 +591,31 @@ print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).num_parameters())
 def test_float8_has_nearly_the_losses_of_bf16_and_its_model_needs_no_torchao(tiny_llama, tmp_path):
     """Emulated, because a CPU's own products in float8 are very slow. Scales of single tokens and of rows of weights do
     not depend on what a process computes at once."""
-    flags = (*LM, "--model", tiny_llama, "--precision", "bf16", "--micro-batch-size", 4)
+    flags = (*LM, "--model", tiny_llama, "--precision", "bf16")
     run_many("lm_multinode.py", {tmp_path / "bf16": flags}, 2)
-    first = {}
+    untrained = {}
     for scales in ("tensorwise", "rowwise_with_gw_hp"):
+        folders = [tmp_path / scales / name for name in ("one", "two", "compiled")]
         script = patched(tmp_path / scales, "lm-float8") / "lm_multinode.py"
         before, config, after = script.read_text().partition('Float8LinearConfig.from_recipe_name("tensorwise")')
         config = f"__import__('dataclasses').replace({config.replace('tensorwise', scales)}, emulate=True)"
         script.write_text(before + config + after)
-        runs = {
-            tmp_path / scales / "one": ((*flags, "--micro-batch-size", 8), 1, ()),
-            tmp_path / scales / "two": (flags, 2, ()),
-            tmp_path / scales / "wrapped": ((*flags, "--activation-checkpointing"), 2, ()),
-            tmp_path / scales / "compiled": ((*flags, "--activation-checkpointing", "--compile"), 2, ["capture_graphs"]),
-        }
-        for folder, (variant, processes, change) in runs.items():
-            run_many(script, {folder: variant}, processes, change=change)
+        run_many(script, {folders[0]: (*flags, "--micro-batch-size", 8)}, 1)
+        settings = {folders[1]: flags, folders[2]: (*flags, "--activation-checkpointing", "--compile")}
+        run_many(script, settings, 2, change=["capture_graphs"])
+        for folder in folders:
             for name in ("loss", "val_loss"):
-                assert curve(folder, name) == pytest.approx(curve(tmp_path / "bf16", name), rel=0.01), folder
-                assert curve(folder, name) != pytest.approx(curve(tmp_path / "bf16", name), rel=1e-5), folder
-            weights, base = (load_file(path / "model.safetensors") for path in (folder / "model", tiny_llama))
-            assert {name: weight.dtype for name, weight in weights.items()} == dict.fromkeys(base, torch.float32)
-        first[scales] = [curve(tmp_path / scales / name, "val_loss")[0] for name in ("one", "two")]
-        hidden = [sys.executable, "-c", WITHOUT_TORCHAO, folder / "model"]
-        printed = subprocess.run(hidden, capture_output=True, text=True, check=True).stdout
-        assert int(printed) == sum(weight.numel() for weight in base.values())
-        loss = lm_validation_loss(folder / "model", *flags)
-        assert loss == pytest.approx(curve(folder, "val_loss")[-1], rel=0.01)
-    print(first)
-    assert first["rowwise_with_gw_hp"][0] == pytest.approx(first["rowwise_with_gw_hp"][1], **CLOSE)
-    assert abs(first["tensorwise"][0] - first["tensorwise"][1]) > 1e-4
+                expected = curve(tmp_path / "bf16", name)
+                assert curve(folder, name) == pytest.approx(expected, rel=0.01), folder
+                assert curve(folder, name) != pytest.approx(expected, rel=1e-5), folder
+        untrained[scales] = [curve(folder, "val_loss")[0] for folder in folders[:2]]
+
+        base, weights = (load_file(path / "model.safetensors") for path in (tiny_llama, folder / "model"))
+        assert {name: weight.dtype for name, weight in weights.items()} == dict.fromkeys(base, torch.float32)
+        subprocess.run([sys.executable, "-c", WITHOUT_TORCHAO, folder / "model"], check=True)
+        assert lm_validation_loss(folder / "model", *flags) == pytest.approx(curve(folder, "val_loss")[-1], rel=0.01)
+    assert untrained["rowwise_with_gw_hp"][0] == pytest.approx(untrained["rowwise_with_gw_hp"][1], **CLOSE)
+    assert untrained["tensorwise"][0] != pytest.approx(untrained["tensorwise"][1], **CLOSE)
 
 
 # ---- After a run: generate, plot, watch ------------------------------------------------------------------------------
