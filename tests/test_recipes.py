@@ -720,10 +720,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_llama, tmp_path):
 
     with (folder / "common.py").open("a") as file:
         file.write(WRITE_LATER)
-    for script, output in (("lm_multinode.py", "waiting"), (folder / "lm_multinode.py", "going on")):
+    for script, output in (("lm_multinode.py", "waiting"), (folder / "lm_multinode.py", "during")):
         run_many(script, {tmp_path / output: flags}, 2, timeout=100)
-    saved, expected = (sorted(tmp_path.glob(f"{name}/checkpoints/*/*.distcp")) for name in ("going on", "waiting"))
+    saved, expected = (sorted(tmp_path.glob(f"{name}/checkpoints/*/*.distcp")) for name in ("during", "waiting"))
     assert len(saved) == 4 and [path.read_bytes() for path in saved] == [path.read_bytes() for path in expected]
-    ends = [*sorted(tmp_path.glob("going on/checkpoints/*/progress.json")), tmp_path / "going on/model/config.json"]
+    ends = [*sorted(tmp_path.glob("during/checkpoints/*/progress.json")), tmp_path / "during/model/config.json"]
     times = [path.stat().st_mtime_ns for path in ends]
     assert len(times) == 3 and times == sorted(times)
