@@ -629,12 +629,13 @@ def read_csv(files):
     csv.field_size_limit(2**31 - 1)  # characters of a text; the default is 131,072
     for path in files:
         with fsspec.open(path, "rt", "infer", "utf-8-sig", newline="") as file:
-            header_line = file.readline()
-            delimiter = max(",;\t|", key=header_line.count)
-            options = {"delimiter": delimiter, "skipinitialspace": True, "strict": True}
-            header = next(csv.reader([header_line], **options))
-            rows = csv.reader(file, **options)
+            rows = csv.reader(file)  # until the delimiter is known
             try:
+                header_line = file.readline()
+                delimiter = max(",;\t|", key=header_line.count)
+                options = {"delimiter": delimiter, "skipinitialspace": True, "strict": True}
+                header = next(csv.reader([header_line], **options))
+                rows = csv.reader(file, **options)
                 for row in filter(None, rows):  # without empty lines
                     if not len(set(header)) == len(header) == len(row):
                         raise csv.Error(f"{len(row)} fields do not fit {header}; quote all texts")
