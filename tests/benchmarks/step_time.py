@@ -38,15 +38,13 @@ GPUS = {
     "MI300X": Gpu(191.7, 1307, 163, 5300, 448),  # PyTorch uses no TF32 on it by default
 }
 
-# The shares of the data sheet's peaks that kernels reach. A matrix product whose smallest dimension is d reaches
-# PRODUCTS_SHARE * d / (d + PRODUCTS_HALF). Fitted to the LM's rows of "Predicted time" in docs/results.md.
-PRODUCTS_SHARE = 0.8
-PRODUCTS_HALF = 600
+# The shares of the data sheet's peaks that kernels reach: see "Predicted time" in docs/results.md. The first two were
+# measured on an H200, the others fitted to whole steps.
+PRODUCTS_SHARE = 0.68
+ATTENTION_SHARE = 0.27  # of fused attention, forward and backward, with heads of 64; in proportion to their size
+FP32_ATTENTION_SHARE = ATTENTION_SHARE / 6
 MEMORY_SHARE = 0.65
-# The share for fused attention is not fitted: FlashAttention-2 reaches 35% of an H100's peak (arXiv:2407.08608).
-ATTENTION_SHARE = 0.35
-# In fp32 the fused kernel computes each product as three products in TF32.
-FP32_ATTENTION_SHARE = ATTENTION_SHARE / 3
+FULL_PRODUCT = 1024  # products with a smaller dimension reach less, in proportion
 
 # The host needs this time to start one kernel: 36 to 48 microseconds were measured beside an H100 and three H200s.
 HOST_SECONDS = 40e-6
@@ -160,7 +158,7 @@ class Kernels(TorchDispatchMode):
         """The FLOP/s that a matrix product or a fused attention reaches."""
         is_fp32 = read[0].dtype == torch.float32
         smallest = min(size for tensor in read for size in tensor.shape[-2:])
-        share = PRODUCTS_SHARE * smallest / (smallest + PRODUCTS_HALF)
+        share = PRODUCTS_SHARE * min(1, smallest / FULL_PRODUCT)
         if "attention" in name:
-            share = FP32_ATTENTION_SHARE if is_fp32 else ATTENTION_SHARE
+            share = (FP32_ATTENTION_SHARE if is_fp32 else ATTENTION_SHARE) * read[0].shape[-1] / 64
         return share * (self.gpu.fp32_tflops if is_fp32 else self.gpu.bf16_tflops) * 1e12
