@@ -126,14 +126,14 @@ def test_a_chain_of_runs_equals_one_run(name, flags_of, tmp_path):
 @pytest.mark.long
 def test_64_processes_stop_and_32_or_one_continue(tiny_llama, texts, tmp_path):
     """There are 64 streams, which one process has, too, if it resumes."""
-    flags = (*SMALL, "--model", tiny_llama, "--dataset", texts, "--global-batch-size", 64, "--max-steps", 6)
-    flags = (*flags, "--validate-every", 0, "--checkpoint-every", 1, "--no-save-model", "--resume")
+    flags = (*SMALL, "--model", tiny_llama, "--dataset", texts, "--global-batch-size", 64, "--max-steps", 4)
+    flags = (*flags, "--validate-every", 0, "--checkpoint-every", 2, "--no-save-model", "--resume")
     run_many(LM_SCRIPT, {tmp_path / "many": flags}, 64, change=stop(3))
     shutil.copytree(checkpoint(tmp_path / "many", 2), checkpoint(tmp_path / "one", 2))
     run_many(LM_SCRIPT, {tmp_path / "many": flags}, 32)
     run_many(LM_SCRIPT, {tmp_path / "one": flags}, 1)
     many, one = losses(tmp_path / "many"), losses(tmp_path / "one")
-    assert list(many) == [1, 2, 3, 4, 5, 6] and list(one) == [3, 4, 5, 6]
+    assert list(many) == [1, 2, 3, 4] and list(one) == [3, 4]
     assert one == pytest.approx({step: many[step] for step in one}, **AFTER_ADAM)
 
 

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def torchrun(processes: int) -> list:
     """The command that starts a script in this number of processes on one node."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
 
 
 def read_metrics(output: Path) -> list[dict]:
