@@ -1,4 +1,7 @@
-"""A small Llama learns to count. Without the lines marked FSDP, this is a loop for one process."""
+"""A small Llama learns to count: `torchrun --nproc_per_node 2 docs/minimal.py`.
+
+Without the lines marked FSDP, this is a loop for one process.
+"""
 
 import gc  # FSDP
 
@@ -21,10 +24,10 @@ def main():
     model = LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes))
     for layer in model.model.layers:  # FSDP
         fully_shard(layer)  # FSDP: gather the parameters of this layer only while it computes
-    fully_shard(model)  # FSDP: all others; also moves the model to the GPU
-    weight = model.model.layers[0].mlp.up_proj.weight  # FSDP: of 512 rows
-    assert weight.placements == (Shard(0),)  # FSDP: divided by rows
-    assert len(weight.to_local()) == len(torch.arange(512).chunk(size)[rank])  # FSDP: here
+    fully_shard(model)  # FSDP: all others; moves the model, and later its inputs, to the GPU
+    weight = model.model.layers[0].mlp.up_proj.weight  # FSDP: a matrix of 512 rows,
+    assert weight.placements == (Shard(0),)  # FSDP: which is divided by rows
+    assert len(weight.to_local()) == len(torch.arange(512).chunk(size)[rank])  # FSDP: my part
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding: it gets the shards
 
     for step in range(1, 21):
@@ -32,7 +35,7 @@ def main():
         batch = (starts + torch.arange(64)) % 100  # 16 sequences that count up
         batch = batch[rank::size]  # FSDP: this process's part
         loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()  # with FSDP, it averages over all processes
+        loss.backward()  # averages over the processes, if there are several
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
