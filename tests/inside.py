@@ -342,25 +342,6 @@ def count_products(script):
     script.train_step = counted_step
 
 
-def time_loader(script):
-    """Write loader-RANK.json: for each step, the seconds that this rank waited for its data."""
-    batches_on_device = script.batches_on_device
-
-    def timed_batches(args, world, *arguments):
-        batches = batches_on_device(args, world, *arguments)
-        waits = []
-        try:
-            while True:
-                start = time.perf_counter()
-                batch = next(batches)
-                waits.append(time.perf_counter() - start)
-                yield batch
-        finally:
-            (args.output_dir / f"loader-{world.rank}.json").write_text(json.dumps(waits))
-
-    script.batches_on_device = timed_batches
-
-
 def record_shards(script):
     """Write shards-RANK.json at each validation: the sums of this rank's shards, and which shards are offloaded."""
     validate = script.validate

@@ -562,7 +562,6 @@ def test_slices_refuse_other_names_and_folders_that_are_not_shared(tmp_path):
         finished = run_many(script, {tmp_path / "output": (*LM, "--model", model, "--max-steps", 1)}, 2, check=False)
         assert finished.returncode == 2 and words in finished.stderr and "Traceback" not in finished.stderr, words
 
-    check_refused("tiny", "No such file or directory: 'tiny'")
     first = make_llama(tmp_path / "first", partial(AutoConfig.for_model, "gpt2"))  # as the Hub's first GPT-2s are
     file = first / "model.safetensors"
     weights = {name.removeprefix("transformer."): weight for name, weight in load_file(file).items()}

@@ -8,14 +8,13 @@ It needs one GPU and no network: weights are random, in the shapes of the real m
 every sequence. Each row is a run of the script's command line: 20 steps warm up and compile, then `--steps` count. A
 step is one micro-batch. If a run is out of memory, its row says so. On a GPU the scripts compute fp32 in tf32.
 
-`waiting` is the share of the time in which training waited for its data. MFU is model FLOP/s over the device's bf16
-peak, in every precision. will_it_fit.py counts the FLOPs and predicts the memory, but traces neither FSDP1 nor
-`--compile`. `peak GiB` is what PyTorch's allocator handed out or, on a CPU, the process's memory.
+MFU is model FLOP/s over the device's bf16 peak, in every precision. will_it_fit.py counts the FLOPs and predicts the
+memory, but traces neither FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator handed out or, on a CPU, the
+process's memory.
 """
 
 import argparse
 import itertools
-import json
 import re
 import statistics
 import subprocess
@@ -59,16 +58,13 @@ def prepare_t5(folder: Path, options) -> list:
 
 
 def measure(script: str, flags: list, output: Path) -> dict:
-    """Speed, memory and the share of waiting after the warm-up, or a note why there are none."""
-    settings = json.dumps([[*map(str, flags), "--output-dir", str(output)]])
-    command = [sys.executable, shared.ROOT / "tests" / "forked.py", shared.ROOT / script, settings, '["time_loader"]']
+    """Speed and memory after the warm-up, or a note why there are none."""
+    command = [sys.executable, shared.ROOT / script, *map(str, flags), "--output-dir", output]
     finished = subprocess.run(command, capture_output=True, text=True)
     if finished.returncode == 0:
         _, *records = [record for record in shared.read_metrics(output) if "tokens/s" in record]
         speed = statistics.harmonic_mean([record["tokens/s"] for record in records])
-        waits = json.loads((output / "loader-0.json").read_text())[WARM_UP:]
-        peak = max(record["peak_gib"] for record in records)
-        return {"peak GiB": peak, "tokens/s": speed, "waits": sum(waits) / len(waits)}
+        return {"peak GiB": max(record["peak_gib"] for record in records), "tokens/s": speed}
     is_memory = re.search("OutOfMemoryError|out of memory", finished.stderr)
     return {"note": "out of memory" if is_memory else finished.stderr.strip().splitlines()[-1]}
 
@@ -91,10 +87,9 @@ def rows(part: str, folder: Path, options):
             continue
         run_flags = [*flags, "--micro-batch-size", size, "--global-batch-size", size, *extra_flags]
         result = measure(script, run_flags, folder / f"output-{size}-{name}")
-        row = {part: name, "batch": size, "tokens/s": "-", "mfu": "-", "waiting": "-"}
+        row = {part: name, "batch": size, "tokens/s": "-", "mfu": "-"}
         if "tokens/s" in result:
             row["tokens/s"] = speed = result["tokens/s"]
-            row["waiting"] = f"{result['waits'] * speed / (size * one['tokens']):.1%}"
             if options.peak_tflops:
                 row["mfu"] = speed * flops / (options.peak_tflops * 1e12)
         row["predicted GiB"] = "-"
