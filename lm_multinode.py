@@ -314,7 +314,8 @@ MODELS = {
 
 # PyTorch's attention (SDPA) under another name, for which transformers builds no mask. Packed
 # sequences have no padding. Without a mask SDPA is causal, which is all they need. Under its usual
-# name, transformers would read the positions on the host to decide whether it needs a mask.
+# name, transformers would read the positions on the host to decide whether it needs a mask. If you
+# add a mask, switch off cuDNN's attention, as `main` of t5_fsdp.py does.
 ATTENTION = "causal_sdpa"
 AttentionInterface.register(ATTENTION, sdpa_attention_forward)
 
@@ -378,7 +379,7 @@ def load_model(args, config) -> nn.Module:
 # --global-batch-size, and a run can resume on more or fewer. (The default is 16 on 1, 2 or 4
 # processes, but 18 on 3.) There are up to eight streams, or one per process if there are more.
 MAX_STREAMS = 8
-CHARACTERS_AT_ONCE = 100_000  # that a stream tokenizes, or one text if it is longer
+CHARACTERS_AT_ONCE = 2_000_000  # that a stream tokenizes, at most, or one text if it is longer
 
 
 def open_texts(args) -> datasets.IterableDataset:
@@ -415,10 +416,9 @@ def are_trained_on(texts: list[str | None]) -> list[bool]:
     return [bool(text) and not text.isspace() and not is_held_out(text) for text in texts]
 
 
-def sample_texts(args, rows) -> tuple[list[str], list[str]]:
-    """Read the beginning of the dataset. Return texts to train on, as a sample, and up to
-    --num-validation-texts that are held out."""
-    num_to_train = 2000 if args.model == "tiny" else 50_000  # for a tokenizer
+def sample_texts(args, rows, num_to_train: int) -> tuple:
+    """Read the beginning of the dataset. Return a list of `num_to_train` texts to train on, and one
+    of --num-validation-texts that are held out, or fewer if there are not so many."""
     to_train = []
     held_out = {}  # a dict keeps their order, and each one once
     num_characters = 0
@@ -462,30 +462,28 @@ def read_stream(args, rows, tokenizer, index: int, num_streams: int, position: d
 
     # A position holds what makes the sequences of the current texts again. rows: where the reader
     # was before these texts. rest: tokens left over from earlier texts, too few for a sequence.
-    # used: how many sequences of these texts have been yielded.
-    position = position or {"rows": rows.state_dict(), "rest": [], "used": 0}
+    # used: how many sequences of these texts have been yielded. window: how many characters are
+    # tokenized at once, about 125 sequences, which are then shuffled.
+    window = min(max(100_000, 500 * args.seq_length), CHARACTERS_AT_ONCE)
+    position = position or {"rows": rows.state_dict(), "rest": [], "used": 0, "window": window}
+    window = position.get("window", 100_000)  # that of earlier versions
+    # Now do not ask for state_dict(): until the first row is read, it is that of the beginning.
     rows.load_state_dict(position["rows"])
-    # Do not ask for state_dict() here: until the first row is read, it is that of the beginning.
-    before = position["rows"]
-    rest = position["rest"]
-    num_used = position["used"]
     texts = []
     num_characters = 0
     for row in rows:
         texts.append(row[args.text_column])
         num_characters += len(texts[-1])
-        if num_characters < CHARACTERS_AT_ONCE:
+        if num_characters < window:
             continue
-        tokens = rest + tokenize(texts, tokenizer)
+        tokens = position["rest"] + tokenize(texts, tokenizer)
         sequences = cut(tokens, args.seq_length)
-        next_rest = tokens[len(sequences) * args.seq_length :]
+        rest = tokens[len(sequences) * args.seq_length :]
         # Neighbors are often parts of one text. The sum is a seed that differs from batch to batch.
         random.Random(hash((args.seed, sum(tokens)))).shuffle(sequences)
-        for number, sequence in enumerate(sequences[num_used:], num_used + 1):
-            yield sequence, {"rows": before, "rest": rest, "used": number}
-        before = rows.state_dict()
-        rest = next_rest
-        num_used = 0
+        for index in range(position["used"], len(sequences)):
+            yield sequences[index], {**position, "used": index + 1}
+        position = {"rows": rows.state_dict(), "rest": rest, "used": 0, "window": window}
         texts = []
         num_characters = 0
 
@@ -493,7 +491,7 @@ def read_stream(args, rows, tokenizer, index: int, num_streams: int, position: d
 class StepBatches(IterableDataset):
     """Yields the sequences of this rank for one step, and the positions of its streams after it."""
 
-    def __init__(self, args, world, rows, tokenizer, positions: list[dict] | None):
+    def __init__(self, args, world, rows, tokenizer, positions):
         if positions is None:
             # As many streams as possible, so that a resumed run can have more processes.
             for count in range(world.size, max(MAX_STREAMS, world.size) + 1, world.size):
@@ -505,28 +503,33 @@ class StepBatches(IterableDataset):
             f"resume on a number of processes that divides {num_streams}, not on {world.size}",
         )
         self.num_sequences = args.global_batch_size // num_streams  # per stream and step
+        self.num_threads = str(torch.get_num_threads())  # of the training process
         self.streams = [
             (args, rows, tokenizer, index, num_streams, positions[index])
             for index in range(world.rank, num_streams, world.size)
         ]
 
     def __iter__(self):
+        os.environ.setdefault("RAYON_NUM_THREADS", self.num_threads)  # for the tokenizer
         streams = [read_stream(*stream) for stream in self.streams]
         while True:
             sequences = []
             positions = []
             for stream in streams:
-                taken = list(itertools.islice(stream, self.num_sequences))
-                sequences += [sequence for sequence, _ in taken]
-                positions.append(taken[-1][1])
+                for _ in range(self.num_sequences):
+                    sequence, position = next(stream)
+                    sequences.append(sequence)
+                positions.append(position)
             yield np.array(sequences), positions
 
 
-def batches_on_device(args, world, rows, tokenizer, positions: list[dict] | None):
+def batches_on_device(args, world, rows, tokenizer, positions):
     """Yield this rank's sequences of each step, on its device, and the positions of its streams
-    after the step. A worker process tokenizes ahead. `positions`: those of all streams, to continue
-    from; None: begin."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise a forked worker hangs
+    after the step. A worker process tokenizes ahead. `positions`: a list of those of all streams,
+    to continue from; None: begin."""
+    # Let the worker use threads. If this process has used some, tokenizers notices it and the
+    # worker uses none. With "true" it would hang.
+    os.environ.pop("TOKENIZERS_PARALLELISM", None)
     loader = DataLoader(
         StepBatches(args, world, rows, tokenizer, positions),
         batch_size=None,  # each item is a step
@@ -545,13 +548,18 @@ def load_data(args, checkpoint: Path | None) -> tuple:
         args.model in MODELS or not args.tokenizer,
         f"--model {args.model} has its own tokenizer; leave out --tokenizer",
     )
+    # Tokenize without threads here: they would not survive the fork of the worker.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rows = open_texts(args)
-    to_train, held_out = sample_texts(args, rows)
-    if checkpoint or args.tokenizer or args.model not in MODELS:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint or args.tokenizer or args.model)
-    else:
+    if args.model in MODELS and not args.tokenizer and not checkpoint:
+        to_train, held_out = sample_texts(args, rows, 50_000)
+        ends = np.cumsum([len(text) for text in to_train])
+        to_learn = to_train[: np.searchsorted(ends, 3e7) + 1]  # 30 million characters
         vocab_size = 2048 if args.model == "tiny" else 32_000
-        tokenizer = common.train_tokenizer(to_train, vocab_size, append_eos=False)
+        tokenizer = common.train_tokenizer(to_learn, vocab_size, append_eos=False)
+    else:
+        to_train, held_out = sample_texts(args, rows, 1000)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint or args.tokenizer or args.model)
     common.check(tokenizer.eos_token_id is not None, "the tokenizer has no EOS to end texts with")
     common.print_lost_text(tokenizer, to_train[:1000])
 
@@ -579,7 +587,7 @@ def validate(args, world, model, sequences, log, step: int):
 
     model.eval()
     loss_sum = torch.zeros((), device=world.device)
-    for part in log.bar(parts, "validate", len(parts)):
+    for part in log.bar(parts, "validate"):
         tokens = sequences[part % count]
         labels = tokens[:, 1:].clone()
         labels[part >= count] = -100
@@ -663,14 +671,17 @@ def main(args, world):
     loss_sum = torch.zeros((), device=world.device)  # since the last printed line
     last_logged = step
     start = time.perf_counter()
+    waited = 0.0
 
     remaining = range(step + 1, args.max_steps + 1)
     batches = batches_on_device(args, world, rows, tokenizer, all_positions)
-    for step in log.bar(remaining, "train", len(remaining)):
+    for step in log.bar(remaining, "train"):
         lr = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
+        before = time.perf_counter()
         tokens, own_positions = next(batches)
+        waited += time.perf_counter() - before
         # Dropout must be equal after a resume, and differ between ranks. Seed after next(batches),
         # which may draw a number. Hash only numbers: strings hash differently in each process.
         torch.manual_seed(hash((args.seed, step, world.rank)))
@@ -684,7 +695,8 @@ def main(args, world):
         if save_now or validate_now or is_due(args, step, args.log_every):
             num_tokens = step_tokens * (step - last_logged)
             loss = common.sum_over_ranks(loss_sum) / num_tokens  # waits for the device
-            speed = num_tokens / (time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            speed = num_tokens / seconds
             record = {
                 "step": step,
                 "loss": loss,
@@ -693,6 +705,7 @@ def main(args, world):
                 "tokens/s": speed,
                 "per_gpu": speed / world.size,
                 "peak_gib": common.peak_gib(world.device),
+                "waited": waited / seconds,  # for data
             }
             if mfu_per_speed > 0:
                 record["mfu"] = speed * mfu_per_speed
@@ -714,6 +727,7 @@ def main(args, world):
             if validate_now:
                 validate(args, world, model, validation_set, log, step)
             start = time.perf_counter()  # do not count saving and validation
+            waited = 0.0
 
     common.say(f"metrics  {log.path}, run {log.run}")
     if args.save_model:

@@ -441,9 +441,8 @@ def load_data(args, checkpoint) -> tuple:
     }
     train_set = train_set.map(tokenize, batched=True, fn_kwargs=options)
     validation_set = validation_set.map(tokenize, batched=True, fn_kwargs=options)
-    first = train_set[:1000]["labels"]
-    num_cut = sum(len(ids) == args.max_target_length for ids in first)
-    common.say(f"targets  {num_cut:,} of {len(first):,} may end at --max-target-length")
+    num_cut = sum(len(ids) == args.max_target_length for ids in train_set[:1000]["labels"])
+    common.say(f"targets  {num_cut:,} of the first 1,000 may end at --max-target-length")
     return config, tokenizer, train_set, validation_set, checksum
 
 
@@ -470,8 +469,8 @@ def batches_on_device(args, world, articles, collate, step: int):
         done = 0
 
 
-def load_batches(articles, batches: list[list[int]], collate, world):
-    """Yield padded batches on this rank's device. `batches` has the indices of their articles."""
+def load_batches(articles, batches, collate, world):
+    """Yield padded batches on this rank's device. `batches`: a list of indices for each of them."""
     workers = {}
     if world.device.type != "cpu":
         # pin_memory starts a thread that receives batches while this one trains.
@@ -547,6 +546,9 @@ def learning_rate(args, step: int, num_steps: int, epoch: int) -> float:
 
 
 def main(args, world):
+    # On an H100 or H200, cuDNN's attention with a mask has NaN in the gradients of some lengths
+    # (pytorch#196678). PyTorch then takes its own.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     log = common.Log(world, args.output_dir)
     best_folder = args.output_dir / "best"
     args.precision = common.choose_precision(args.precision, world.device)
@@ -608,15 +610,18 @@ def main(args, world):
     common.note_stops()
     totals = torch.zeros(3, device=world.device)  # since the last printed line
     start = time.perf_counter()
+    waited = 0.0
 
     remaining = range(step + 1, num_steps + 1)
     batches = batches_on_device(args, world, train_set, collate, step)
-    for step in log.bar(remaining, "train", len(remaining)):
+    for step in log.bar(remaining, "train"):
         epoch = (step - 1) // steps_per_epoch
         lr = learning_rate(args, step, num_steps, epoch)
         for group in optimizer.param_groups:
             group["lr"] = lr
+        before = time.perf_counter()
         batch = next(batches)
+        waited += time.perf_counter() - before
         # Dropout must be equal after a resume, and differ between ranks. Seed after next(batches),
         # which may draw a number. Hash only numbers: strings hash differently in each process.
         torch.manual_seed(hash((args.seed, step, world.rank)))
@@ -626,24 +631,24 @@ def main(args, world):
 
         stop_now = any_rank_stops()
         epoch_ends = step % steps_per_epoch == 0 or step == num_steps
-        save_now = stop_now
-        if args.checkpoint_every > 0:
-            save_now = stop_now or epoch_ends or step % args.checkpoint_every == 0
+        is_due = args.checkpoint_every > 0 and (epoch_ends or step % args.checkpoint_every == 0)
+        save_now = stop_now or is_due
         if save_now or epoch_ends or step % args.log_every == 0:
             loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
-            speed = num_tokens / (time.perf_counter() - start)
-            log.metrics(
-                {
-                    "step": step,
-                    "epoch": epoch + 1,
-                    "loss": loss_sum / num_targets,
-                    "grad_norm": grad_norm.item(),
-                    "lr": lr,
-                    "tokens/s": speed,
-                    "per_gpu": speed / world.size,
-                    "peak_gib": common.peak_gib(world.device),
-                }
-            )
+            seconds = time.perf_counter() - start
+            speed = num_tokens / seconds
+            record = {
+                "step": step,
+                "epoch": epoch + 1,
+                "loss": loss_sum / num_targets,
+                "grad_norm": grad_norm.item(),
+                "lr": lr,
+                "tokens/s": speed,
+                "per_gpu": speed / world.size,
+                "peak_gib": common.peak_gib(world.device),
+                "waited": waited / seconds,  # for data
+            }
+            log.metrics(record)
             common.reset_peak(world.device)
             totals.zero_()
 
@@ -662,6 +667,7 @@ def main(args, world):
             if epoch_ends:
                 best_loss = validate_and_export(step, best_loss)
             start = time.perf_counter()  # do not count validation and saving
+            waited = 0.0
 
     common.say(f"metrics  {log.path}, run {log.run}")
     if args.save_model:

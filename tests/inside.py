@@ -111,7 +111,7 @@ def lm_all_texts(args):
 
 def lm_sample_texts(args):
     """The texts that a tokenizer learns from, and the texts for validation."""
-    return lm_multinode.sample_texts(args, lm_multinode.open_texts(args))
+    return lm_multinode.sample_texts(args, lm_multinode.open_texts(args), 1000)
 
 
 def lm_stream(args, tokenizer, index, num_streams, position=None):
@@ -208,6 +208,12 @@ def signal_in_step(script, rank, step, name="SIGKILL", times=1, group=False):
     script.train_step = step_and_signal
 
 
+def without_loader(script, count):
+    """Train on the batches of the first `count` steps again and again, from memory."""
+    load = script.batches_on_device
+    script.batches_on_device = lambda *arguments: itertools.cycle(list(itertools.islice(load(*arguments), count)))
+
+
 def read_other_data(script):
     """Give the nodes different copies of the dataset."""
     load_data = script.load_data
@@ -240,6 +246,31 @@ def pause_worker(script, seconds):
         yield from batches
 
     script.StepBatches.__iter__ = iterate_and_pause
+
+
+def report_threads(script, has_tokenized=False):
+    """Report how many threads a worker starts to tokenize, after the user's own code may have tokenized with some."""
+    if has_tokenized:
+        train_tokenizer(["no"] * 99, 300, append_eos=False)(["no"] * 99)
+    iterate = script.StepBatches.__iter__
+
+    def iterate_and_report(self):
+        before = len(os.listdir("/proc/self/task"))
+        for batch in iterate(self):
+            os.write(2, f"{len(os.listdir('/proc/self/task')) - before} threads\n".encode())
+            yield batch
+
+    script.StepBatches.__iter__ = iterate_and_report
+
+
+def report_attention(script):
+    train_step = script.train_step
+
+    def report_and_step(*arguments):
+        os.write(2, f"cuDNN's attention: {torch.backends.cuda.cudnn_sdp_enabled()}\n".encode())
+        return train_step(*arguments)
+
+    script.train_step = report_and_step
 
 
 def spawn_workers(script):

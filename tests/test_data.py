@@ -171,6 +171,19 @@ def test_a_chain_of_resumes_reads_what_one_run_reads(kind, tmp_path, tokenizer, 
     assert sequences == expected
 
 
+def test_a_resumed_stream_tokenizes_as_many_characters_at_once_as_before(tokenizer, monkeypatch):
+    """Otherwise its texts would be shuffled in another way. Positions of earlier versions, which tokenized 100,000, do
+    not name them. Today it would be 150,000."""
+    args = lm_args("builtin", seq_length=300)
+    for characters in (5000, 100_000):
+        with monkeypatch.context() as patch:
+            patch.setattr(*inside.LM_CHARACTERS_AT_ONCE, characters)
+            read = list(itertools.islice(inside.lm_stream(args, tokenizer, 0, 1), 900))
+        position = {name: value for name, value in read[299][1].items() if (name, value) != ("window", 100_000)}
+        again = itertools.islice(inside.lm_stream(args, tokenizer, 0, 1, position), 600)
+        assert [sequence for sequence, _ in again] == [sequence for sequence, _ in read[300:]]
+
+
 # The number of texts, --global-batch-size, and numbers of processes. With more than eight, there are more streams.
 SIZES = [
     (300, 16, (1, 2, 4, 8)),
