@@ -96,6 +96,8 @@ def run_many(
             arguments += ["--device", device]
     per_node = environment.pop("per_node", None)
     environment = os.environ | environment
+    if not processes:  # without torchrun, variables that are left of it must not matter
+        environment |= {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     if device not in ("cpu", None):
         fork = False
         # TF32 would keep only 10 bits of mantissa. Processes may share a GPU.

@@ -263,16 +263,6 @@ def report_threads(script, has_tokenized=False):
     script.StepBatches.__iter__ = iterate_and_report
 
 
-def report_attention(script):
-    train_step = script.train_step
-
-    def report_and_step(*arguments):
-        os.write(2, f"cuDNN's attention: {torch.backends.cuda.cudnn_sdp_enabled()}\n".encode())
-        return train_step(*arguments)
-
-    script.train_step = report_and_step
-
-
 def spawn_workers(script):
     script.common.WORKER_OPTIONS["multiprocessing_context"] = "spawn"
 
@@ -374,7 +364,8 @@ def count_products(script):
 
 
 def record_shards(script):
-    """Write shards-RANK.json at each validation: the sums of this rank's shards, and which shards are offloaded."""
+    """Write shards-RANK.json at each validation: the sums of this rank's shards, which shards are offloaded, and
+    whether attention may use cuDNN."""
     validate = script.validate
 
     def record_and_validate(args, world, model, *others, **options):
@@ -383,6 +374,7 @@ def record_shards(script):
         seen = {
             "sums": [shard.detach().double().sum().item() for shard in shards],
             "offloaded": [parameter.offload_to_cpu for group in groups if group for parameter in group.fsdp_params],
+            "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
         }
         (args.output_dir / f"shards-{world.rank}.json").write_text(json.dumps(seen))
         return validate(args, world, model, *others, **options)

@@ -9,7 +9,7 @@ import shutil
 import torch
 
 import pytest
-from conftest import CLOSE, SCRIPTS, SMALL, curve, hub, long, make_llama, records, run_many, succeed
+from conftest import CLOSE, SMALL, curve, hub, long, make_llama, records, run_many, succeed
 from plain import lm_validation_loss, t5_samples
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file
@@ -61,25 +61,13 @@ def test_the_second_run_of_mnist_ends_with_both(network, small_mnist, tmp_path):
         assert local["peak_gib"] - sharded["peak_gib"] > (local["state_gib"] - sharded["state_gib"]) / 2
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_without_torchrun_a_script_is_one_process(script, small_mnist, articles_csv, tiny_model, tiny_llama, tmp_path):
-    """Whatever is left of torchrun's variables."""
-    digits = ("--dataset", "mnist", "--data-dir", small_mnist, "--global-batch-size", 30, "--epochs", 1)
-    flags = {"mnist_fsdp.py": (*digits, "--model", "shallow"), "mnist_fsdp_xpu.py": digits}
-    flags["t5_fsdp.py"] = ("--dataset", articles_csv, "--model", tiny_model, "--max-steps", 1, "--no-run-validation")
-    flags["lm_multinode.py"] = (*SMALL, "--model", tiny_llama, "--max-steps", 1)
-    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    assert "run      1 x cpu" in run_many(script, {tmp_path: flags[script]}, timeout=100, **variables).stdout
-
-
 # ---- T5 --------------------------------------------------------------------------------------------------------------
 def test_t5_prints_what_runs_and_rouge_equals_that_of_plain_transformers(tmp_path):
     """rouge_score scores the first 100 of 103 articles. Three processes must count each once, in several batches."""
     flags = ("--num-train-samples", 240, "--epochs", 1, "--global-batch-size", 24, "--lr", 5e-3, "--precision", "fp32")
     flags += ("--num-validation-samples", 103, "--test-batch-size", 7, "--max-target-length", 16)
-    finished = run_many("t5_fsdp.py", {tmp_path: flags}, 3, change=["report_attention"])
-    printed = finished.stdout
-    assert "cuDNN's attention: False" in finished.stderr and 0 < curve(tmp_path, "waited")[-1] < 1
+    printed = run_many("t5_fsdp.py", {tmp_path: flags}, 3).stdout
+    assert 0 < curve(tmp_path, "waited")[-1] < 1
     model, tokenizer = (kind.from_pretrained(tmp_path / "best") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
     facts = ["3 x cpu", torch.__version__, "FSDP2", "FULL_SHARD", f"{model.num_parameters():,}", "10,000"]
     facts += [f"{name} {curve(tmp_path, name)[-1]:.4f}" for name in ROUGE]

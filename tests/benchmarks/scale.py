@@ -140,7 +140,7 @@ def rows(folder: Path):
 
 
 if __name__ == "__main__":
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in the LM's workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive forks
     gc.freeze()  # collections in forks would copy what they visit
     print(f"{shared.MACHINE}\n")
     with tempfile.TemporaryDirectory() as scratch:
