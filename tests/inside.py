@@ -256,9 +256,10 @@ def report_threads(script, has_tokenized=False):
 
     def iterate_and_report(self):
         before = len(os.listdir("/proc/self/task"))
-        for batch in iterate(self):
-            os.write(2, f"{len(os.listdir('/proc/self/task')) - before} threads\n".encode())
-            yield batch
+        batches = iterate(self)
+        first = next(batches)
+        os.write(2, f"{len(os.listdir('/proc/self/task')) - before} threads\n".encode())
+        yield from itertools.chain([first], batches)
 
     script.StepBatches.__iter__ = iterate_and_report
 
@@ -364,8 +365,7 @@ def count_products(script):
 
 
 def record_shards(script):
-    """Write shards-RANK.json at each validation: the sums of this rank's shards, which shards are offloaded, and
-    whether attention may use cuDNN."""
+    """Write shards-RANK.json at each validation: sums of this rank's shards, which are offloaded, if cuDNN attends."""
     validate = script.validate
 
     def record_and_validate(args, world, model, *others, **options):

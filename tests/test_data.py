@@ -178,8 +178,7 @@ def test_a_position_of_an_earlier_version_is_continued(tokenizer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(*inside.LM_CHARACTERS_AT_ONCE, 100_000)
         read = list(itertools.islice(inside.lm_stream(args, tokenizer, 0, 1), 900))
-    position = read[299][1]
-    del position["window"]
+    position = {name: value for name, value in read[299][1].items() if name != "window"}
     again = itertools.islice(inside.lm_stream(args, tokenizer, 0, 1, position), 600)
     assert [sequence for sequence, _ in again] == [sequence for sequence, _ in read[300:]]
 

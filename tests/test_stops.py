@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL, curve, long, losses, run_many
+from conftest import ROOT, SMALL, long, losses, run_many
 from shared import torchrun
 
 LM = (*SMALL, "--validate-every", 0, "--micro-batch-size", 4)
@@ -111,20 +111,10 @@ def test_a_run_does_not_wait_for_its_worker(change, tiny_llama, tmp_path):
 def test_a_worker_tokenizes_with_threads(has_tokenized, variables, tiny_llama, tmp_path):
     """As many as the training process has, or as a user wants. If that has tokenized with threads before its worker was
     forked, none: they would wait without end for those of the parent."""
-    flags = (*LM, "--model", tiny_llama, "--max-steps", 2, "--no-save-model")
-    change = ("report_threads", has_tokenized)
-    finished = run_many("lm_multinode.py", {tmp_path: flags}, 2, change=change, timeout=100, **variables)
-    of_training = max(1, len(os.sched_getaffinity(0)) // 2)
-    expected = 0 if has_tokenized else variables.get("RAYON_NUM_THREADS", of_training)
-    assert f"\n{expected} threads\n" in f"\n{finished.stderr}"
-
-
-def test_a_line_says_how_long_it_waited_for_texts(tiny_llama, tmp_path):
-    """The worker sends the second step three seconds after the first one."""
-    flags = (*LM, "--model", tiny_llama, "--max-steps", 2, "--no-save-model")
-    run_many("lm_multinode.py", {tmp_path: flags}, change=("pause_worker", 3))
-    seconds = [16 * 32 / speed for speed in curve(tmp_path, "tokens/s")]
-    assert seconds[0] + seconds[1] * curve(tmp_path, "waited")[1] > 3
+    flags = {tmp_path: (*LM, "--model", tiny_llama, "--max-steps", 2, "--no-save-model")}
+    finished = run_many("lm_multinode.py", flags, 2, change=("report_threads", has_tokenized), **variables)
+    expected = 0 if has_tokenized else variables.get("RAYON_NUM_THREADS", max(1, len(os.sched_getaffinity(0)) // 2))
+    assert re.findall(r"^\d+ threads$", finished.stderr, re.M) == 2 * [f"{expected} threads"]
 
 
 def test_a_second_ctrl_c_ends_a_run_of_one_process_at_once(tiny_llama, tmp_path):
