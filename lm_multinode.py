@@ -467,7 +467,7 @@ def read_stream(args, rows, tokenizer, index: int, num_streams: int, position: d
     window = min(max(100_000, 500 * args.seq_length), CHARACTERS_AT_ONCE)
     position = position or {"rows": rows.state_dict(), "rest": [], "used": 0, "window": window}
     window = position.get("window", 100_000)  # that of earlier versions
-    # Now do not ask for state_dict(): until the first row is read, it is that of the beginning.
+    # Keep this state: until the first row is read, state_dict() would be that of the beginning.
     rows.load_state_dict(position["rows"])
     texts = []
     num_characters = 0
@@ -481,8 +481,8 @@ def read_stream(args, rows, tokenizer, index: int, num_streams: int, position: d
         rest = tokens[len(sequences) * args.seq_length :]
         # Neighbors are often parts of one text. The sum is a seed that differs from batch to batch.
         random.Random(hash((args.seed, sum(tokens)))).shuffle(sequences)
-        for index in range(position["used"], len(sequences)):
-            yield sequences[index], {**position, "used": index + 1}
+        for used in range(position["used"], len(sequences)):
+            yield sequences[used], {**position, "used": used + 1}
         position = {"rows": rows.state_dict(), "rest": rest, "used": 0, "window": window}
         texts = []
         num_characters = 0
@@ -527,8 +527,8 @@ def batches_on_device(args, world, rows, tokenizer, positions):
     """Yield this rank's sequences of each step, on its device, and the positions of its streams
     after the step. A worker process tokenizes ahead. `positions`: a list of those of all streams,
     to continue from; None: begin."""
-    # Let the worker use threads. If this process has used some, tokenizers notices it and the
-    # worker uses none. With "true" it would hang.
+    # Let the worker use threads. If this process has used some, which the fork would not copy,
+    # tokenizers notices it, and the worker uses none. With "true" it would wait for them.
     os.environ.pop("TOKENIZERS_PARALLELISM", None)
     loader = DataLoader(
         StepBatches(args, world, rows, tokenizer, positions),

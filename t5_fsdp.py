@@ -631,8 +631,8 @@ def main(args, world):
 
         stop_now = any_rank_stops()
         epoch_ends = step % steps_per_epoch == 0 or step == num_steps
-        is_due = args.checkpoint_every > 0 and (epoch_ends or step % args.checkpoint_every == 0)
-        save_now = stop_now or is_due
+        save_due = args.checkpoint_every > 0 and (epoch_ends or step % args.checkpoint_every == 0)
+        save_now = stop_now or save_due
         if save_now or epoch_ends or step % args.log_every == 0:
             loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
             seconds = time.perf_counter() - start

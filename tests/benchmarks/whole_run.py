@@ -1,6 +1,6 @@
 """Whole runs on real text: do they keep the speed of their steps, and does a stopped run continue its curve?
 
-    python tests/benchmarks/whole_run.py                     # tiny models on a CPU: half an hour on two cores
+    python tests/benchmarks/whole_run.py                     # tiny models on a CPU: 16 minutes on two cores
     python tests/benchmarks/whole_run.py --device cuda       # the 150m and a T5 in t5-small's shape, on one GPU
     python tests/benchmarks/whole_run.py --steps 60          # try it
 
