@@ -416,7 +416,7 @@ def are_trained_on(texts: list[str | None]) -> list[bool]:
     return [bool(text) and not text.isspace() and not is_held_out(text) for text in texts]
 
 
-def sample_texts(args, rows, num_to_train: int) -> tuple:
+def sample_texts(args, rows, num_to_train) -> tuple:
     """Read the beginning of the dataset. Return a list of `num_to_train` texts to train on, and one
     of --num-validation-texts that are held out, or fewer if there are not so many."""
     to_train = []
@@ -452,7 +452,7 @@ def cut(tokens: list[int], length: int) -> list[list[int]]:
     return [tokens[first : first + length + 1] for first in range(0, len(tokens) - length, length)]
 
 
-def read_stream(args, rows, tokenizer, index: int, num_streams: int, position: dict):
+def read_stream(args, rows, tokenizer, index, num_streams, position):
     """Yield the sequences of stream `index`, without end, and the position after each of them."""
     rows = rows.filter(are_trained_on, input_columns=[args.text_column], batched=True).repeat(None)
     # With very many files (`datasets` calls them shards), every stream reads its own. A few may
@@ -552,10 +552,10 @@ def load_data(args, checkpoint: Path | None) -> tuple:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     rows = open_texts(args)
     if args.model in MODELS and not args.tokenizer and not checkpoint:
-        to_train, held_out = sample_texts(args, rows, 50_000)
+        vocab_size, num_texts = (2048, 2000) if args.model == "tiny" else (32_000, 50_000)
+        to_train, held_out = sample_texts(args, rows, num_texts)
         ends = np.cumsum([len(text) for text in to_train])
         to_learn = to_train[: np.searchsorted(ends, 3e7) + 1]  # 30 million characters
-        vocab_size = 2048 if args.model == "tiny" else 32_000
         tokenizer = common.train_tokenizer(to_learn, vocab_size, append_eos=False)
     else:
         to_train, held_out = sample_texts(args, rows, 1000)
