@@ -425,6 +425,10 @@ def sample_texts(args, rows, num_to_train) -> tuple:
     # Shuffling mixes ten files at a time.
     for row in rows.shuffle(args.seed, buffer_size=100):
         text = row[args.text_column]
+        kind = type(text).__name__
+        common.check(
+            isinstance(text, str | None), f"column {args.text_column} holds {kind}, not texts"
+        )
         if are_trained_on([text])[0]:
             to_train.append(text)
         elif text and not text.isspace():

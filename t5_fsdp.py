@@ -430,6 +430,7 @@ def load_data(args, checkpoint) -> tuple:
     validation_set = validation_set.take(args.num_validation_samples or len(validation_set))
 
     config, tokenizer = load_config_and_tokenizer(args, checkpoint, train_set)
+    tokenizer.padding_side = "right"  # on the left, targets would begin with padding
     has_eos = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
     common.check(has_eos, f"the tokenizer of --model {args.model} ends no text with EOS")
     common.print_lost_text(tokenizer, train_set[:1000]["summary"])

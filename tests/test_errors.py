@@ -39,12 +39,14 @@ MISTAKES = [
     (f"{T5} --model blank-t5", 2, "unknown"),  # it has no tokenizer, so transformers makes an empty one
     ("t5_fsdp.py --dataset absent.csv", 2, "--dataset absent.csv", "absent.csv'"),  # datasets'
     ("t5_fsdp.py --dataset columns.jsonl", 1, "--dataset columns.jsonl", "text", "body"),
-    ("t5_fsdp.py --dataset numbers.jsonl", 1, "--dataset numbers.jsonl", "column text"),
+    ("t5_fsdp.py --dataset numbers.jsonl", 1, "--dataset numbers.jsonl", "column text", "int64"),
     ("t5_fsdp.py --dataset empty.csv", 1, "--dataset empty.csv", "--max-summary-share"),
     ("lm_multinode.py --dataset someone/absent", 1, "--dataset someone/absent"),  # datasets'
     ("lm_multinode.py --dataset columns.jsonl", 2, "--dataset columns.jsonl", "text", "body"),
     ("lm_multinode.py --dataset mixed.jsonl", 1, "--dataset mixed.jsonl", "/text"),  # pyarrow's
     ("lm_multinode.py --dataset several/", 2, "--dataset several/", "folder", "'several/*.jsonl'"),
+    ("lm_multinode.py --dataset numbers.jsonl", 1, "column text", "int"),
+    ("lm_multinode.py --dataset 'absent/*.jsonl'", 1, "absent/*.jsonl", "no such files"),
     ("lm_multinode.py --dataset one.txt", 1, "--dataset one.txt", "too few texts"),
     ("lm_multinode.py --dataset some.jsonl --seq-length 2048", 1, "texts", "--seq-length"),
     ("lm_multinode.py --tokenizer endless", 1, "EOS"),

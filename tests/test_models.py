@@ -174,7 +174,8 @@ T5 = (*T5, "--micro-batch-size", 4, "--max-target-length", 15, "--log-every", 1,
 
 
 def load_and_validate(folder, articles_csv):
-    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
     _, articles = t5_articles(articles_csv)
     [batch] = t5_batches(t5_samples(articles, tokenizer, 512, 15), tokenizer, len(articles))
     with torch.no_grad():
@@ -190,6 +191,7 @@ def make_family(root, articles_csv):
         "umt5": make_model(root / "umt5", "umt5", is_tied=False),
         "byt5": make_model(root / "byt5", is_tied=False, vocab_size=384),
     }
+    change(models["flan"] / "tokenizer_config.json", padding_side="left")
     change(models["t5"] / "config.json", attn_implementation="eager")  # in which transformers attends to padding
     for file in models["byt5"].glob("tokenizer*"):
         file.unlink()
