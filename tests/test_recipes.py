@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import numpy as np
 import pytest
 from conftest import (
+    AFTER_ADAM,
     CLOSE,
     ROOT,
     SMALL,
@@ -46,9 +47,10 @@ from plain import (
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file, save_file
 from shared import patched
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from test_models import GROUPED, KINDS
+from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from inside import UserError, builtin_article, lm_cut, lm_held_out, load_module, parse, t5_articles
+from inside import UserError, builtin_article, lm_cut, lm_held_out, load_module, parse, t5_articles, train_tokenizer
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
@@ -355,8 +357,8 @@ TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.conte
 
 
 def conversation(index):
-    """Only some messages have an "id"."""
-    extra_keys = {"id": index} if index % 3 == 0 else {}
+    """Only some messages have a time."""
+    extra_keys = {"time": "2026-11-28T12:00:00"} if index % 3 == 0 else {}
     messages = [{"role": "system", "content": "Be brief."}]
     for turn in range(1 + index % 2):
         article = builtin_article(2 * index + turn)
@@ -375,8 +377,9 @@ def chat(tiny_llama, tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(root / "model")
-    lines = [json.dumps({"messages": conversation(index)}) for index in range(300)]
-    (root / "chats.jsonl").write_text("\n".join(lines))
+    chats = [conversation(index) for index in range(300)]
+    (root / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    (root / "texts.jsonl").write_text("\n".join(json.dumps({"messages": json.dumps(chat)}) for chat in chats))
     flags = (*LM, "--model", root / "model", "--dataset", root / "chats.jsonl", "--text-column", "messages")
     return load_module(folder / "lm_of_chats.py"), (*flags, "--seq-length", 192), tokenizer
 
@@ -403,35 +406,112 @@ def answer_loss(model, batch):
 
 
 @pytest.mark.long
-def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(chat, tiny_llama, tmp_path):
+@pytest.mark.parametrize("file", ["chats.jsonl", "texts.jsonl"])
+def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(file, chat, tiny_llama, tmp_path):
+    """A line says how many of the answers' tokens lie within --seq-length."""
     script, flags, tokenizer = chat
+    flags = (*flags, "--dataset", Path(script.__file__).parents[1] / file)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), answer_loss, script=script)
     check_training(script.__file__, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path, {"fsdp2": ()})
 
+    def answers(length):
+        command = (*flags, "--seq-length", length, "--max-steps", 0, "--validate-every", 0, "--no-save-model")
+        printed = run_many(script.__file__, {tmp_path / str(length): command}, 1).stdout
+        [line] = re.findall("^answers .*", printed, re.M)
+        return [int(number) for number in re.findall(r"\d+", line.replace(",", ""))]
+
+    inside, total, length, advised = answers(60)
+    assert inside < total / 2 and length == 60
+    inside, *rest = answers(advised)
+    assert rest == [total, advised] and 0.9 <= inside / total < 0.95
+    assert answers(1000) == [total, total, 1000]
+
+
+CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PHI3 = """{% for message in messages %}<|{{ message.role }}|>
+{{ message.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% else %}</s>{% endif %}"""
+# What is learned of two answers. Phi-3's special tokens swallow the spaces after them.
+LEARNED = {
+    TEMPLATE: ["{first}</s>", "{second}</s>"],
+    CHATML: ["{joined}{first}<|im_end|>", "{second}<|im_end|>"],
+    PHI3: ["{stripped}<|end|>", "{second}<|end|></s>"],
+}
+
 
 @pytest.mark.long
-def test_only_answers_are_learned(chat):
-    """A conversation may begin with an assistant, who has no prompt. A template may remove thoughts from earlier
-    answers, as Qwen3's does, and contents may be no texts: these are refused."""
-    script, _, tokenizer = chat
+def test_only_answers_are_learned_and_what_cannot_be_is_refused(chat):
+    """An answer's first token may begin in the prompt. A conversation may begin with an assistant, who has no prompt.
+    A template gets the tools, and only keys that have a value."""
+    script, _, _ = chat
+    tokenizer = train_tokenizer(["\n\n\n Wash the beans. Peel", "..."], 400, append_eos=False)
+    swallowing = [AddedToken(f"<|{name}|>", rstrip=True, special=True) for name in ("user", "assistant", "end")]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *swallowing]})
 
-    def learned_answers(*chats):
-        batch = lm_cut(map(json.dumps, chats), tokenizer, 192, script)
-        return [tokenizer.decode(labels[labels != -100]).replace(" ", "") for _, labels in conversations_of(batch)]
+    def learned(*messages, **columns):
+        text = script.as_text({"messages": messages} | columns, "messages")["messages"]
+        [(tokens, labels)] = conversations_of(lm_cut([text], tokenizer, 192, script)) or [([], np.array([-100]))]
+        if len(tokens):
+            assert tokens.tolist() == tokenizer.apply_chat_template(messages, return_dict=False, **columns)
+        parts = np.split(labels, np.flatnonzero(np.diff(labels == -100)) + 1)
+        return [tokenizer.decode(part).replace(" ", "") for part in parts if part[0] != -100]  # decoding adds spaces
 
-    _, question, answer = conversation(0)
-    expected = f"{answer['content']}</s>".replace(" ", "")  # decoding adds spaces
-    assert learned_answers([question], [answer]) == []
-    assert learned_answers([question], [answer], [question, answer]) == [expected]
-    [cut_off] = learned_answers(5 * [question, answer])
-    assert (5 * expected).startswith(cut_off) and len(expected) < len(cut_off) < 5 * len(expected)
+    question, answer = {"role": "user", "content": "Peel?"}, {"role": "assistant", "content": "Peel the beans."}
+    for tokenizer.chat_template, expected in LEARNED.items():
+        assert learned(answer) == learned(question) == []
+        for first in ("Wash.", "\n\nWash.", "  Wash. "):
+            joined = "\n" if first[0] == "\n" else ""
+            words = {"first": first, "stripped": first.strip(), "second": answer["content"], "joined": joined}
+            parts = learned(question, {"role": "assistant", "content": first}, question, answer)
+            assert parts == [text.format(**words).replace(" ", "") for text in expected], first
 
-    with pytest.raises(UserError, match="text"):
-        learned_answers([question, {"role": "assistant", "content": [{"type": "text", "text": "Wash."}]}])
-    tokenizer.chat_template = "{{ messages | length }} " + TEMPLATE
-    with pytest.raises(UserError, match="template"):
-        learned_answers([question, answer])
+    tokenizer.chat_template = "{{ tools | map(attribute='name') | join }}{{ messages[0].id is defined }}" + TEMPLATE
+    assert learned(question | {"id": None}, answer, tools=[{"name": "search", "unit": None}]) == ["Peelthebeans.</s>"]
+
+    parts = [{"type": "text", "text": "Wash."}]
+    for wrong in (
+        {"from": "gpt", "value": "Wash."},
+        {"role": "Assistant", "content": "Wash."},
+        answer | {"content": parts},
+    ):
+        with pytest.raises(UserError, match=r'role.*content.*: \[{"role": "user", "content": "Peel\?"}, {'):
+            learned(question, wrong)
+    with pytest.raises(UserError, match=r"role.*Just a text"):
+        lm_cut([script.as_text({"messages": "Just a text"}, "messages")["messages"]], tokenizer, 192, script)
+    forgetting = CHATML.replace("message.content", "message.content if loop.last else message.content[-2:]")
+    for tokenizer.chat_template in ("{{ messages | length }} " + TEMPLATE, forgetting):
+        with pytest.raises(UserError, match="template"):
+            learned(question, answer, question, answer)
+
+
+@pytest.mark.long
+def test_a_conversation_does_not_see_its_neighbors(chat, tmp_path):
+    """The loss of packed conversations is that of single ones. Types of models that see more are refused."""
+    script, flags, tokenizer = chat
+    plain_loss, settings = {}, {}
+    for kind, shape in (
+        KINDS | {kind: GROUPED | shape | {"num_experts_per_tok": 2} for kind, shape in EXPERTS.items()}
+    ).items():
+        shape = shape | {"max_position_embeddings": 192, "sliding_window": 192, "initializer_range": 0.2}
+        folder = make_llama(tmp_path / kind, lambda kind=kind, shape=shape, **_: AutoConfig.for_model(kind, **shape))
+        tokenizer.save_pretrained(folder)
+        settings[kind] = (*flags, "--model", folder, "--max-steps", 0, "--no-save-model")
+        held_out = lm_held_out(parse("lm_multinode.py", *settings[kind]), AutoTokenizer.from_pretrained(folder), script)
+        with torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+            plain_loss[kind] = answer_loss(model, held_out).item()
+
+    script = patched(tmp_path / "copy", "lm-chat", "lm-experts") / "lm_multinode.py"
+    for kind in ("opt", "lfm2"):
+        refused = run_many(script, {tmp_path / "refused": settings.pop(kind)}, 1, check=False)
+        assert refused.returncode == 2 and f"is of type {kind}" in refused.stderr
+    run_many(script, {tmp_path / f"{kind} output": flags for kind, flags in settings.items()}, 1)
+    for kind in settings:
+        assert curve(tmp_path / f"{kind} output", "val_loss") == [pytest.approx(plain_loss[kind], **CLOSE)], kind
 
 
 @needs_peft
@@ -447,6 +527,67 @@ def test_chat_and_lora_have_the_same_losses_in_chunks(chat, tmp_path):
     for name in ("loss", "val_loss"):
         one, other = (curve(folder, name) for folder in folders)
         assert one[0] != one[1] and one == pytest.approx(other, **CLOSE)
+
+
+# ---- Sequences on several processes ----------------------------------------------------------------------------------
+def sharing(count):
+    return ("--context-parallel-size", count)
+
+
+SHARING = {
+    "FULL_SHARD": (*sharing(4), "--peak-tflops", 1, "--checkpoint-every", 2),
+    "HYBRID_SHARD": (*sharing(2), "--peak-tflops", 1),
+    "SHARD_GRAD_OP": (*sharing(2), "--gradient-sync", "last"),
+    "_HYBRID_SHARD_ZERO2": (*sharing(4), "--activation-checkpointing", "--cpu-offload"),
+    "NO_SHARD": (*sharing(1), "--peak-tflops", 1),
+}
+
+
+@pytest.mark.long
+def test_processes_that_share_sequences_train_as_a_plain_loop_does(tmp_path):
+    """Also if there are fewer key-value heads than processes, and with another --context-parallel-size after a resume.
+    MFU counts attention once."""
+    script = patched(tmp_path / "copy", "lm-long-context", "lm-chunked-loss") / "lm_multinode.py"
+    folder = make_llama(tmp_path / "model", num_key_value_heads=2)
+    flags = (*LM, "--model", folder, "--micro-batch-size", 1, "--shards-per-replica", 2)
+    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    plain, loss_of = train_lm(model, tokenizer, parse("lm_multinode.py", *LM))
+    run_many(script, {tmp_path / "two": (*flags, *sharing(2), "--compile")}, 2, change=("capture_graphs",))
+    settings = {tmp_path / name: (*flags, "--sharding-strategy", name, *SHARING[name]) for name in SHARING}
+    run_many(script, settings, 4)
+    for path in (tmp_path / "two", *settings):
+        check_curves(path, plain)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
+    assert loss_of(trained).item() == pytest.approx(plain[2][1], **AFTER_ADAM)
+    rows = [row for path in settings for row in records(path, "mfu")]
+    assert len(rows) == 3 * STEPS
+    assert [row["mfu"] / row["tokens/s"] for row in rows] == pytest.approx(
+        [rows[0]["mfu"] / rows[0]["tokens/s"]] * len(rows)
+    )
+
+    shutil.rmtree(tmp_path / "FULL_SHARD" / "checkpoints" / f"step-{STEPS:07d}")
+    run_many(script, {tmp_path / "FULL_SHARD": (*flags, *sharing(1), "--resume")}, 2)
+    assert curve(tmp_path / "FULL_SHARD")[STEPS:] == pytest.approx(plain[0][2:], **AFTER_ADAM)
+
+
+@pytest.mark.long
+def test_the_tested_models_share_sequences(tmp_path):
+    """Only LFM2 cannot: its convolution also needs its neighbors."""
+    script = patched(tmp_path / "copy", "lm-long-context") / "lm_multinode.py"
+    settings = {}
+    for kind, shape in KINDS.items():
+        shape = shape | {"initializer_range": 0.2}
+        folder = make_llama(tmp_path / kind, lambda kind=kind, shape=shape, **_: AutoConfig.for_model(kind, **shape))
+        settings[kind] = (*LM, "--model", folder, *sharing(2))
+    for flags in (settings.pop("lfm2"), (*LM, *sharing(0)), (*LM, *sharing(3)), (*LM, "--seq-length", 33, *sharing(2))):
+        finished = run_many(script, {tmp_path / "refused": flags}, 2, check=False)
+        assert finished.returncode == 2 and "error: --context-parallel-size" in finished.stderr
+    run_many(script, {tmp_path / f"{kind} output": flags for kind, flags in settings.items()}, 2)
+    for kind, flags in settings.items():
+        expected = [
+            lm_validation_loss(path, *flags[:-2]) for path in (tmp_path / kind, tmp_path / f"{kind} output/model")
+        ]
+        assert curve(tmp_path / f"{kind} output", "val_loss") == pytest.approx(expected, **CLOSE), kind
 
 
 # ---- Metrics and schedules -------------------------------------------------------------------------------------------
@@ -508,12 +649,26 @@ SLICED = {
 
 @pytest.mark.long
 def test_slices_of_a_model_train_and_are_saved_as_the_whole_model_is(tmp_path):
-    """To the bit. Files in bf16 are read in fp32 and written in bf16. What a failed export has left is not read."""
+    """To the bit. Files in bf16 are read in fp32 and written in bf16. Other files in the folder, and what a failed
+    export has left, are not read."""
     script = patched(tmp_path / "copy", "lm-slices") / "lm_multinode.py"
     settings = {}
     for kind, shape in SLICED.items():
         model = make_llama(tmp_path / kind, partial(AutoConfig.for_model, kind), pad_token_id=1, **shape)
-        (model / "generation_config.json").write_text('{"eos_token_id": [1, 5], "do_sample": true, "top_k": 9}')
+        if kind == "qwen3":
+            (model / "generation_config.json").unlink()
+        else:
+            (model / "generation_config.json").write_text('{"eos_token_id": [1, 5], "do_sample": true, "top_k": 9}')
+        if kind == "gpt2":
+            AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "parts", max_shard_size="100KB")
+            (model / "model.safetensors").unlink()
+            for file in (tmp_path / "parts").glob("model*"):
+                shutil.copy(file, model)
+            assert len([*model.glob("model-0000*")]) > 2
+        zeros = {
+            name: torch.zeros_like(weight) for name, weight in load_file(next(model.glob("model*.safetensors"))).items()
+        }
+        save_file(zeros, model / "old.safetensors")
         settings[f"{kind} fsdp2"] = (*LM, "--model", model)
     settings["llama offloading"] = (*LM, "--model", tmp_path / "llama", "--activation-checkpointing", "--cpu-offload")
     (tmp_path / "slices" / "llama fsdp2" / "model" / "sharded").mkdir(parents=True)
@@ -528,10 +683,11 @@ def test_slices_of_a_model_train_and_are_saved_as_the_whole_model_is(tmp_path):
         assert weights[0].keys() == weights[1].keys() and len(weights) == 2, run
         for name, weight in weights[0].items():
             assert torch.equal(weight, weights[1][name]) and weight.dtype == weights[1][name].dtype, (run, name)
-        for file in whole.glob("model/*.json"):
+        for file in {*whole.glob("model/*.json")} - {tmp_path / "whole/qwen3 fsdp2/model/generation_config.json"}:
             assert file.read_bytes() == (slices / "model" / file.name).read_bytes(), (run, file)
         loaded = [AutoModelForCausalLM.from_pretrained(folder / "model") for folder in (whole, slices)]
-        assert loaded[0].generation_config == loaded[1].generation_config
+        one, other = (model.generation_config for model in loaded)
+        assert one == other or (run == "qwen3 fsdp2" and one.eos_token_id == other.eos_token_id == 1)
         for weight, other in zip(*(model.parameters() for model in loaded), strict=True):
             assert torch.equal(weight, other), run
         assert not [path for path in (slices / "model").iterdir() if path.is_dir()]
@@ -705,7 +861,7 @@ dcp.FileSystemWriter.write_data = write_later
 
 @pytest.mark.long
 def test_training_goes_on_while_a_checkpoint_is_written(tiny_llama, tmp_path):
-    """It holds the same bits as without the recipe. The export waits for it. Its error ends the run."""
+    """It holds the same bits as without the recipe. Its error ends the run. After another error, it is finished."""
     folder = patched(tmp_path / "copy", "lm-async-save")
     flags = (*LM, "--model", tiny_llama, "--checkpoint-every", 2)
     finished = run_many(folder / "lm_multinode.py", {tmp_path / "a": flags}, 2, change=["own_folders"], check=False)
@@ -717,6 +873,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_llama, tmp_path):
         run_many(script, {tmp_path / output: flags}, 2, timeout=100)
     saved, expected = (sorted(tmp_path.glob(f"{name}/checkpoints/*/*.distcp")) for name in ("during", "waiting"))
     assert len(saved) == 4 and [path.read_bytes() for path in saved] == [path.read_bytes() for path in expected]
-    ends = [*sorted(tmp_path.glob("during/checkpoints/*/progress.json")), tmp_path / "during/model/config.json"]
-    times = [path.stat().st_mtime_ns for path in ends]
-    assert len(times) == 3 and times == sorted(times)
+    assert len([*tmp_path.glob("during/checkpoints/*/progress.json")]) == 2
+
+    script, step = folder / "lm_multinode.py", "        loss_sum += step_loss\n"
+    script.write_text(
+        script.read_text().replace(step, f"{step}        loss_sum *= math.nan if step == {STEPS} else 1.0\n")
+    )
+    finished = run_many(script, {tmp_path / "nan": flags}, 2, check=False)
+    assert finished.returncode == 2 and "not finite" in finished.stderr
+    files = sorted(tmp_path.glob("nan/checkpoints/*/*"))
+    assert [file.name for file in files if file.suffix != ".metadata"] == [
+        file.name for file in sorted(expected[0].parent.iterdir())
+    ]
