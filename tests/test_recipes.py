@@ -54,8 +54,10 @@ from inside import UserError, builtin_article, lm_cut, lm_held_out, load_module,
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
-LM_RECIPES = "lm-chat lm-chunked-loss lora lm-experts tensorboard wandb lm-trace lm-muon lm-float8".split()
-T5_RECIPES = "lora t5-metric t5-schedule t5-cosine t5-rouge tensorboard".split()
+LM_RECIPES = (
+    "lm-chat lm-long-context lm-chunked-loss lora lm-experts tensorboard wandb lm-trace lm-muon lm-float8".split()
+)
+T5_RECIPES = "lora t5-metric t5-schedule t5-rouge tensorboard".split()
 
 
 def snippet(title, **paths):
@@ -93,7 +95,7 @@ def test_every_diff_applies_also_to_an_edited_copy_and_leaves_no_name_undefined(
 @pytest.mark.long
 def test_recipes_apply_together_in_any_order(tmp_path):
     pairs = {*itertools.combinations(LM_RECIPES, 2), *itertools.combinations(T5_RECIPES, 2)}
-    for pair in pairs - {("t5-schedule", "t5-cosine")}:
+    for pair in pairs - {("lm-chat", "lm-long-context")}:
         one, other = (patched(tmp_path / "-".join(names), *names) for names in (pair, pair[::-1]))
         for script in ("common.py", "lm_multinode.py", "t5_fsdp.py"):
             lines = [sorted((folder / script).read_text().splitlines()) for folder in (one, other)]
@@ -483,9 +485,13 @@ def test_only_answers_are_learned_and_what_cannot_be_is_refused(chat):
     with pytest.raises(UserError, match=r"role.*Just a text"):
         lm_cut([script.as_text({"messages": "Just a text"}, "messages")["messages"]], tokenizer, 192, script)
     forgetting = CHATML.replace("message.content", "message.content if loop.last else message.content[-2:]")
-    for tokenizer.chat_template in ("{{ messages | length }} " + TEMPLATE, forgetting):
+    thinking = CHATML.replace(
+        "{{ message.content", "{{ '<think>' if loop.last and message.role != 'user' }}{{ message.content"
+    )
+    changing = ("{{ messages | length }} " + TEMPLATE, forgetting, thinking, thinking)
+    for tokenizer.chat_template, content in zip(changing, ("Wash.", "Wash.", "Wash.", ""), strict=True):
         with pytest.raises(UserError, match="template"):
-            learned(question, answer, question, answer)
+            learned(question, answer | {"content": content}, question, answer)
 
 
 @pytest.mark.long
@@ -593,27 +599,27 @@ def test_the_tested_models_share_sequences(tmp_path):
 # ---- Metrics and schedules -------------------------------------------------------------------------------------------
 # The learning rate as a share of --lr. The warm-up has 6 steps.
 SHARES = {
-    "t5-schedule": lambda step, steps: min(step / 6, (steps + 1 - step) / steps),
-    "t5-cosine": lambda step, steps: min(step / 6, 0.5 * (1 + math.cos(math.pi * max(0, step - 6) / (steps - 5)))),
+    "linear": lambda step, steps: min(step / 6, 1 - max(0, step - 6) / (steps - 5)),
+    "cosine": lambda step, steps: min(step / 6, 0.5 * (1 + math.cos(math.pi * max(0, step - 6) / (steps - 5)))),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", SHARES)
-def test_metric_and_schedules_compute_what_they_promise(recipe, tmp_path):
+@pytest.mark.parametrize("decay", SHARES)
+def test_metric_and_schedules_compute_what_they_promise(decay, tmp_path):
     """The page's code then summarizes with the trained model."""
     rows = [builtin_article(index) for index in range(200)]
     for index, row in enumerate(rows):
         row["headline"] = "Peel the beans." if index % 4 == 0 else "Wash the tomatoes."
     csv = write_csv(tmp_path / "articles.csv", rows)
     flags = (*T5, "--model", make_model(tmp_path / "model"), "--dataset", csv, "--num-validation-samples", 0)
-    flags = (*flags, "--max-steps", 0, "--epochs", 2, "--lr", 0.01, "--warmup-steps", 6, "--output-dir", tmp_path)
-    script = patched(tmp_path / "copy", "t5-metric", "t5-rouge", recipe) / "t5_fsdp.py"
-    run_many(script, [flags], 2)
+    flags = (*flags, "--max-steps", 0, "--epochs", 2, "--lr", 0.01, "--warmup-steps", 6, "--decay", decay)
+    script = patched(tmp_path / "copy", "t5-metric", "t5-rouge", "t5-schedule") / "t5_fsdp.py"
+    run_many(script, {tmp_path: flags}, 2)
 
     to_train, to_validate = t5_articles(csv)
     steps = 2 * (len(to_train) // 8)
-    assert curve(tmp_path, "lr") == pytest.approx([0.01 * SHARES[recipe](step, steps) for step in range(1, steps + 1)])
+    assert curve(tmp_path, "lr") == pytest.approx([0.01 * SHARES[decay](step, steps) for step in range(1, steps + 1)])
 
     best = min(records(tmp_path, "val_loss")[1:], key=lambda row: row["val_loss"])
     names = {}

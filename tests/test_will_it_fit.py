@@ -72,6 +72,19 @@ def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv
     check("t5_fsdp.py", settings, 2, tmp_path)
 
 
+def test_a_process_holds_and_sends_its_part_of_a_sequence(tmp_path):
+    """In a layer it sends four tensors of its tokens, forward and backward, as docs/your-model-and-data.md says."""
+    script = patched(tmp_path / "copy", "lm-long-context") / "lm_multinode.py"
+    check(script, [(*LM, "--context-parallel-size", 2, "--global-batch-size", 4)], 2, tmp_path)
+    sent = []
+    for count in (1, 2):
+        flags = (*LM, "--context-parallel-size", count, "--global-batch-size", 8 // count, "--vocabulary", 2048)
+        with traced(script, *flags, "--num-processes", 2) as run:
+            sent.append(run.cost()["inside"])
+    layers, width, tokens, share = 2, 128, 4 * 128 / 2, 1 / 2
+    assert sent[1] - sent[0] == layers * 2 * 4 * tokens * width * 4 * share
+
+
 @needs_peft
 def test_frozen_weights_have_no_gradients(tiny_llama, tmp_path):
     script = patched(tmp_path / "copy", "lora") / "lm_multinode.py"

@@ -169,9 +169,15 @@ class Run:
         self.size = self.options.num_processes
         on_node = min(self.size, self.options.processes_per_node)
         self.world = script.common.World(0, 0, self.size, on_node, torch.device("cpu"))
-        script.common.divide_batch(self.args, self.world, default=16 if self.is_lm else 32)  # as main does
-
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.size)
+        sharing = getattr(self.args, "context_parallel_size", 1)  # processes that share a sequence, by lm-long-context
+        if sharing > 1:
+            script.Context.size = sharing
+            script.Context.group, _ = dist.new_subgroups(sharing)
+        self.readers = self.size // sharing
+        readers = self.world._replace(size=self.readers)
+        script.common.divide_batch(self.args, readers, default=16 if self.is_lm else 32)  # as main does
+
         # A mesh reads its ranks, so its tensors must not be fake.
         script.init_device_mesh = unset_fake_temporarily()(script.init_device_mesh)
         self.config = config_of(script, self.args, self.options.vocabulary)
@@ -213,7 +219,7 @@ class Run:
         """The batch for train_step, with samples of the full length. All micro-batches but the first and the last need
         the same. So only one of them is traced, the second, and counts `repeats` times."""
         args = self.args
-        count = args.global_batch_size // self.size
+        count = args.global_batch_size // self.readers
         left_out = max(0, math.ceil(count / args.micro_batch_size) - MOST_TRACED)
         self.repeats = 1 + left_out
         rows = count - left_out * args.micro_batch_size
@@ -266,7 +272,7 @@ class Run:
         kernels = Kernels(GPUS[self.options.gpu])
         tracker = self.step({peak}, (sending, kernels))
 
-        count = self.args.global_batch_size // self.size
+        count = self.args.global_batch_size // self.readers
         at_once = f", {self.args.micro_batch_size} at once" if count > self.args.micro_batch_size else ""
         return {
             "peak": totals[peak],
@@ -277,8 +283,8 @@ class Run:
             "between": sending.between,
             "by node": sending.between * self.world.local_world_size,  # the processes of a node share its network link
             "tokens": self.args.global_batch_size * sum(self.lengths),
-            "batch": f"{self.size} x {count}{at_once}",
-            "batch in words": f"{self.size} x {count} {self.samples}{at_once}",
+            "batch": f"{self.readers} x {count}{at_once}",
+            "batch in words": f"{self.readers} x {count} {self.samples}{at_once}",
         }
 
     def largest_batch(self, usable: float) -> int:
@@ -288,7 +294,7 @@ class Run:
         totals = []
         for size in (2, 4):
             self.args.micro_batch_size = size
-            self.args.global_batch_size = size * self.size
+            self.args.global_batch_size = size * self.readers
             totals.append(torch.tensor(self.step().totals, dtype=torch.float64))
         two, four = totals
         per_sample = (four - two) / 2
