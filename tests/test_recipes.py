@@ -423,11 +423,11 @@ def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(file, cha
         [line] = re.findall("^answers .*", printed, re.M)
         return [int(number) for number in re.findall(r"\d+", line.replace(",", ""))]
 
-    inside, total, length, advised = answers(60)
-    assert inside < total / 2 and length == 60
-    inside, *rest = answers(advised)
-    assert rest == [total, advised] and 0.9 <= inside / total < 0.95
-    assert answers(1000) == [total, total, 1000]
+    inside, total, advised = answers(60)
+    assert inside < total / 2
+    inside, again = answers(advised)
+    assert again == total and 0.9 <= inside / total < 0.95
+    assert answers(1000) == [total, total]
 
 
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
