@@ -365,8 +365,11 @@ def count_products(script):
 
 
 def record_shards(script):
-    """Write shards-RANK.json at each validation: sums of this rank's shards, which are offloaded, if cuDNN attends."""
+    """Write shards-RANK.json at each validation: sums of this rank's shards, which are offloaded, if cuDNN attends, and
+    how many matrices this rank has orthogonalized."""
     validate = script.validate
+    muon = torch.optim._muon
+    orthogonalize = muon._zeropower_via_newtonschulz = mock.Mock(wraps=muon._zeropower_via_newtonschulz)
 
     def record_and_validate(args, world, model, *others, **options):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -375,8 +378,9 @@ def record_shards(script):
             "sums": [shard.detach().double().sum().item() for shard in shards],
             "offloaded": [parameter.offload_to_cpu for group in groups if group for parameter in group.fsdp_params],
             "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
+            "orthogonalized": orthogonalize.call_count,
         }
-        (args.output_dir / f"shards-{world.rank}.json").write_text(json.dumps(seen))
+        (args.output_dir / f"shards-{dist.get_rank()}.json").write_text(json.dumps(seen))
         return validate(args, world, model, *others, **options)
 
     script.validate = record_and_validate

@@ -832,21 +832,30 @@ def muon_and_adamw(model, weight_decay):
 
 
 @pytest.mark.long
-def test_muon_trains_as_a_plain_loop_does(tiny_llama, tmp_path, monkeypatch):
-    """On one, two and four processes. Replicas hold the same bits."""
+def test_muon_trains_as_a_plain_loop_does(tmp_path, monkeypatch):
+    """Each of four processes orthogonalizes a quarter of the matrices, whose rows they cannot divide: one kind has only
+    two. Replicas hold the same bits. Processes may share sequences."""
     monkeypatch.setattr("plain.adamw", muon_and_adamw)
-    script = patched(tmp_path / "copy", "lm-muon") / "lm_multinode.py"
-    flags = (*LM, "--model", tiny_llama)
-    model, tokenizer = (kind.from_pretrained(tiny_llama) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    script = patched(tmp_path / "copy", "lm-muon", "lm-long-context") / "lm_multinode.py"
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 2}
+    path = make_llama(tmp_path / "llama", hidden_size=30, intermediate_size=67, num_hidden_layers=4, **heads)
+    flags = (*LM, "--model", path)
+    model, tokenizer = (kind.from_pretrained(path) for kind in (AutoModelForCausalLM, AutoTokenizer))
     expected = train_lm(model, tokenizer, parse("lm_multinode.py", *flags))
     check_training(script, flags, expected, AutoModelForCausalLM.from_pretrained, tmp_path)
 
     run_many(script, {tmp_path / "1": flags}, 1)
-    hybrid = {tmp_path / "4": (*flags, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2)}
-    run_many(script, hybrid, 4, change=["record_shards"])
-    for processes in (1, 4):
-        check_curves(tmp_path / str(processes), expected[0])
-    sums = [json.loads((tmp_path / "4" / f"shards-{rank}.json").read_text())["sums"] for rank in range(4)]
+    hybrid = (*flags, *sharing(2), "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2)
+    run_many(script, {tmp_path / "4": flags, tmp_path / "2 x 2": hybrid}, 4, change=["record_shards"])
+    for name in ("1", "4", "2 x 2"):
+        check_curves(tmp_path / name, expected[0])
+    seen = [
+        json.loads((tmp_path / name / f"shards-{rank}.json").read_text())
+        for name in ("4", "2 x 2")
+        for rank in range(4)
+    ]
+    assert [of_rank["orthogonalized"] for of_rank in seen] == [STEPS * 7 * 4 / 4] * 8
+    sums = [of_rank["sums"] for of_rank in seen[4:]]
     assert sums == [*sums[:2], *sums[:2]] and sums[0] != sums[1]
 
 
