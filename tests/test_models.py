@@ -27,6 +27,7 @@ from conftest import (
 )
 from plain import lm_validation_loss, t5_batches, t5_loss, t5_samples
 from safetensors.torch import load_file
+from shared import patched
 from sentencepiece import SentencePieceTrainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, ByT5Tokenizer
 
@@ -131,6 +132,24 @@ def test_a_model_with_tied_weights_trains_alike_in_each_way(causal, tmp_path):
     for folder in (*settings, *compiled):
         check_model(causal / "gemma3_text", folder)
         check_same(folder, tmp_path / "one")
+
+
+@pytest.mark.long
+def test_processes_share_sequences(causal, tmp_path):
+    """Only LFM2 cannot: its convolution also needs its neighbors."""
+    script = patched(tmp_path / "copy", "lm-long-context") / "lm_multinode.py"
+    settings = {tmp_path / name: (*LM, "--model", causal / name, "--context-parallel-size", 2) for name in CAUSAL}
+    refused = [settings.pop(tmp_path / "lfm2"), (*LM, "--context-parallel-size", 0)]
+    for flags in (
+        *refused,
+        (*LM, "--context-parallel-size", 3),
+        (*LM, "--context-parallel-size", 2, "--seq-length", 33),
+    ):
+        finished = run_many(script, {tmp_path / "refused": flags}, 2, check=False)
+        assert finished.returncode == 2 and "error: --context-parallel-size" in finished.stderr
+    run_many(script, settings, 2)
+    for folder in settings:
+        check_model(causal / folder.name, folder)
 
 
 def test_mfu_counts_the_flops_of_a_token(causal):

@@ -17,7 +17,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = (*SCRIPTS, *(str(path.relative_to(ROOT)) for path in DOCUMENTS))
 NOT_HERE = {"T5_training.py"}  # the tutorial's
 
-RECIPES = {"DILOCO", "fp16"}  # values of flags that recipes add
+RECIPES = {"DILOCO", "fp16", "--context-parallel-size"}  # that recipes add
 ARGUMENTS = r"[^`#;&|<>\n]*"
 LAUNCHER = rf"python3?|torchrun(?: {ARGUMENTS}?)?"
 COMMAND = re.compile(rf"\b({LAUNCHER}) ([\w/]+\.py)\b({ARGUMENTS})")

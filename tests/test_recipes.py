@@ -576,26 +576,6 @@ def test_processes_that_share_sequences_train_as_a_plain_loop_does(tmp_path):
     assert curve(tmp_path / "FULL_SHARD")[STEPS:] == pytest.approx(plain[0][2:], **AFTER_ADAM)
 
 
-@pytest.mark.long
-def test_the_tested_models_share_sequences(tmp_path):
-    """Only LFM2 cannot: its convolution also needs its neighbors."""
-    script = patched(tmp_path / "copy", "lm-long-context") / "lm_multinode.py"
-    settings = {}
-    for kind, shape in KINDS.items():
-        shape = shape | {"initializer_range": 0.2}
-        folder = make_llama(tmp_path / kind, lambda kind=kind, shape=shape, **_: AutoConfig.for_model(kind, **shape))
-        settings[kind] = (*LM, "--model", folder, *sharing(2))
-    for flags in (settings.pop("lfm2"), (*LM, *sharing(0)), (*LM, *sharing(3)), (*LM, "--seq-length", 33, *sharing(2))):
-        finished = run_many(script, {tmp_path / "refused": flags}, 2, check=False)
-        assert finished.returncode == 2 and "error: --context-parallel-size" in finished.stderr
-    run_many(script, {tmp_path / f"{kind} output": flags for kind, flags in settings.items()}, 2)
-    for kind, flags in settings.items():
-        expected = [
-            lm_validation_loss(path, *flags[:-2]) for path in (tmp_path / kind, tmp_path / f"{kind} output/model")
-        ]
-        assert curve(tmp_path / f"{kind} output", "val_loss") == pytest.approx(expected, **CLOSE), kind
-
-
 # ---- Metrics and schedules -------------------------------------------------------------------------------------------
 # The learning rate as a share of --lr. The warm-up has 6 steps.
 SHARES = {
