@@ -54,9 +54,8 @@ from inside import UserError, builtin_article, lm_cut, lm_held_out, load_module,
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
-LM_RECIPES = (
-    "lm-chat lm-long-context lm-chunked-loss lora lm-experts tensorboard wandb lm-trace lm-muon lm-float8".split()
-)
+LM_RECIPES = "lm-chat lm-long-context lm-chunked-loss lora lm-experts tensorboard wandb lm-trace lm-muon".split()
+LM_RECIPES += ["lm-float8"]
 T5_RECIPES = "lora t5-metric t5-schedule t5-rouge tensorboard".split()
 
 
@@ -200,10 +199,10 @@ def test_the_lm_with_lora_trains_as_peft_does(dtype, tiny_llama, tmp_path):
     model = add_adapters(base, "q_proj", "v_proj")
     flags = (*LM, "--model", tiny_llama)
     plain = train_lm(model, AutoTokenizer.from_pretrained(tiny_llama), parse("lm_multinode.py", *flags))
-    folder = patched(tmp_path / "copy", "lora")
+    folder = patched(tmp_path / "copy", "lora", "lm-long-context")
     common = folder / "common.py"
     common.write_text(common.read_text().replace("frozen = torch.float32", f"frozen = {dtype}"))
-    variants = VARIANTS if dtype == torch.float32 else {"fsdp2": ("--no-save-model",)}
+    variants = VARIANTS | {"sharing": BY_TWO} if dtype == torch.float32 else {"fsdp2": ("--no-save-model",)}
     printed = check_training(folder / "lm_multinode.py", flags, plain, load, tmp_path, variants)
     trained, count = model.get_nb_trainable_parameters()
     gib = (16 * trained + dtype.itemsize * (count - trained)) / 2 / 2**30
@@ -381,7 +380,8 @@ def chat(tiny_llama, tmp_path_factory):
     tokenizer.save_pretrained(root / "model")
     chats = [conversation(index) for index in range(300)]
     (root / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    (root / "texts.jsonl").write_text("\n".join(json.dumps({"messages": json.dumps(chat)}) for chat in chats))
+    texts = [json.dumps({"messages": json.dumps(chat), "tools": '[{"name": "search"}]'}) for chat in chats]
+    (root / "texts.jsonl").write_text("\n".join(texts))
     flags = (*LM, "--model", root / "model", "--dataset", root / "chats.jsonl", "--text-column", "messages")
     return load_module(folder / "lm_of_chats.py"), (*flags, "--seq-length", 192), tokenizer
 
@@ -408,18 +408,19 @@ def answer_loss(model, batch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("file", ["chats.jsonl", "texts.jsonl"])
-def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(file, chat, tiny_llama, tmp_path):
-    """A line says how many of the answers' tokens lie within --seq-length."""
+def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(chat, tiny_llama, tmp_path):
+    """A line says how many tokens of answers lie within --seq-length. Conversations may be texts in JSON, and have
+    tools."""
     script, flags, tokenizer = chat
-    flags = (*flags, "--dataset", Path(script.__file__).parents[1] / file)
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), answer_loss, script=script)
     check_training(script.__file__, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path, {"fsdp2": ()})
 
+    flags = (*flags, "--dataset", Path(script.__file__).parents[1] / "texts.jsonl", "--max-steps", 1)
+    assert all('"search"' in row["messages"] for row in script.open_texts(parse("lm_multinode.py", *flags)))
+
     def answers(length):
-        command = (*flags, "--seq-length", length, "--max-steps", 0, "--validate-every", 0, "--no-save-model")
-        printed = run_many(script.__file__, {tmp_path / str(length): command}, 1).stdout
+        printed = run_many(script.__file__, {tmp_path / str(length): (*flags, "--seq-length", length)}, 2).stdout
         [line] = re.findall("^answers .*", printed, re.M)
         return [int(number) for number in re.findall(r"\d+", line.replace(",", ""))]
 
@@ -427,7 +428,6 @@ def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(file, cha
     assert inside < total / 2
     inside, again = answers(advised)
     assert again == total and 0.9 <= inside / total < 0.95
-    assert answers(1000) == [total, total]
 
 
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
@@ -474,19 +474,15 @@ def test_only_answers_are_learned_and_what_cannot_be_is_refused(chat):
     tokenizer.chat_template = "{{ tools | map(attribute='name') | join }}{{ messages[0].id is defined }}" + TEMPLATE
     assert learned(question | {"id": None}, answer, tools=[{"name": "search", "unit": None}]) == ["Peelthebeans.</s>"]
 
-    parts = [{"type": "text", "text": "Wash."}]
-    for wrong in (
-        {"from": "gpt", "value": "Wash."},
-        {"role": "Assistant", "content": "Wash."},
-        answer | {"content": parts},
-    ):
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "Wash."}]}
+    for wrong in ({"from": "gpt", "value": "Wash."}, {"role": "Assistant", "content": "Wash."}, parts):
         with pytest.raises(UserError, match=r'role.*content.*: \[{"role": "user", "content": "Peel\?"}, {'):
             learned(question, wrong)
-    with pytest.raises(UserError, match=r"role.*Just a text"):
-        lm_cut([script.as_text({"messages": "Just a text"}, "messages")["messages"]], tokenizer, 192, script)
+    with pytest.raises(UserError, match="tokenizer"):
+        script.tokenize([], SimpleNamespace(is_fast=False))
     forgetting = CHATML.replace("message.content", "message.content if loop.last else message.content[-2:]")
     thinking = CHATML.replace(
-        "{{ message.content", "{{ '<think>' if loop.last and message.role != 'user' }}{{ message.content"
+        "{{ message.content", "{{ '<think>' * (loop.last and not loop.first) }}{{ message.content"
     )
     changing = ("{{ messages | length }} " + TEMPLATE, forgetting, thinking, thinking)
     for tokenizer.chat_template, content in zip(changing, ("Wash.", "Wash.", "Wash.", ""), strict=True):
@@ -499,10 +495,9 @@ def test_a_conversation_does_not_see_its_neighbors(chat, tmp_path):
     """The loss of packed conversations is that of single ones. Types of models that see more are refused."""
     script, flags, tokenizer = chat
     plain_loss, settings = {}, {}
-    for kind, shape in (
-        KINDS | {kind: GROUPED | shape | {"num_experts_per_tok": 2} for kind, shape in EXPERTS.items()}
-    ).items():
-        shape = shape | {"max_position_embeddings": 192, "sliding_window": 192, "initializer_range": 0.2}
+    for kind in (*KINDS, *EXPERTS):
+        shape = {"max_position_embeddings": 192, "sliding_window": 192, "initializer_range": 0.2}
+        shape = KINDS.get(kind, GROUPED | EXPERTS.get(kind, {}) | {"num_experts_per_tok": 2}) | shape
         folder = make_llama(tmp_path / kind, lambda kind=kind, shape=shape, **_: AutoConfig.for_model(kind, **shape))
         tokenizer.save_pretrained(folder)
         settings[kind] = (*flags, "--model", folder, "--max-steps", 0, "--no-save-model")
@@ -536,43 +531,36 @@ def test_chat_and_lora_have_the_same_losses_in_chunks(chat, tmp_path):
 
 
 # ---- Sequences on several processes ----------------------------------------------------------------------------------
-def sharing(count):
-    return ("--context-parallel-size", count)
-
-
+BY_TWO, BY_FOUR = ("--context-parallel-size", 2), ("--context-parallel-size", 4)
 SHARING = {
-    "FULL_SHARD": (*sharing(4), "--peak-tflops", 1, "--checkpoint-every", 2),
-    "HYBRID_SHARD": (*sharing(2), "--peak-tflops", 1),
-    "SHARD_GRAD_OP": (*sharing(2), "--gradient-sync", "last"),
-    "_HYBRID_SHARD_ZERO2": (*sharing(4), "--activation-checkpointing", "--cpu-offload"),
-    "NO_SHARD": (*sharing(1), "--peak-tflops", 1),
+    "FULL_SHARD": (*BY_FOUR, "--peak-tflops", 1, "--checkpoint-every", 2),
+    "HYBRID_SHARD": (*BY_TWO, "--peak-tflops", 1),
+    "SHARD_GRAD_OP": (*BY_TWO, "--gradient-sync", "last"),
+    "_HYBRID_SHARD_ZERO2": (*BY_FOUR, "--activation-checkpointing", "--cpu-offload"),
+    "NO_SHARD": ("--peak-tflops", 1),
 }
 
 
 @pytest.mark.long
 def test_processes_that_share_sequences_train_as_a_plain_loop_does(tmp_path):
-    """Also if there are fewer key-value heads than processes, and with another --context-parallel-size after a resume.
-    MFU counts attention once."""
+    """Also with fewer key-value heads than processes, and after a resume without sharing. MFU counts attention once."""
     script = patched(tmp_path / "copy", "lm-long-context", "lm-chunked-loss") / "lm_multinode.py"
     folder = make_llama(tmp_path / "model", num_key_value_heads=2)
     flags = (*LM, "--model", folder, "--micro-batch-size", 1, "--shards-per-replica", 2)
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
     plain, loss_of = train_lm(model, tokenizer, parse("lm_multinode.py", *LM))
-    run_many(script, {tmp_path / "two": (*flags, *sharing(2), "--compile")}, 2, change=("capture_graphs",))
+    run_many(script, {tmp_path / "two": (*flags, *BY_TWO, "--compile")}, 2, change=("capture_graphs",))
     settings = {tmp_path / name: (*flags, "--sharding-strategy", name, *SHARING[name]) for name in SHARING}
     run_many(script, settings, 4)
     for path in (tmp_path / "two", *settings):
         check_curves(path, plain)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
     assert loss_of(trained).item() == pytest.approx(plain[2][1], **AFTER_ADAM)
-    rows = [row for path in settings for row in records(path, "mfu")]
-    assert len(rows) == 3 * STEPS
-    assert [row["mfu"] / row["tokens/s"] for row in rows] == pytest.approx(
-        [rows[0]["mfu"] / rows[0]["tokens/s"]] * len(rows)
-    )
+    flops = [row["mfu"] / row["tokens/s"] for path in settings for row in records(path, "mfu")]
+    assert flops == pytest.approx([flops[0]] * 3 * STEPS)
 
     shutil.rmtree(tmp_path / "FULL_SHARD" / "checkpoints" / f"step-{STEPS:07d}")
-    run_many(script, {tmp_path / "FULL_SHARD": (*flags, *sharing(1), "--resume")}, 2)
+    run_many(script, {tmp_path / "FULL_SHARD": (*flags, "--resume")}, 2)
     assert curve(tmp_path / "FULL_SHARD")[STEPS:] == pytest.approx(plain[0][2:], **AFTER_ADAM)
 
 
@@ -635,15 +623,13 @@ SLICED = {
 
 @pytest.mark.long
 def test_slices_of_a_model_train_and_are_saved_as_the_whole_model_is(tmp_path):
-    """To the bit. Files in bf16 are read in fp32 and written in bf16. Other files in the folder, and what a failed
-    export has left, are not read."""
+    """To the bit. Files in bf16 are read in fp32 and written in bf16. Files of earlier models are not read."""
     script = patched(tmp_path / "copy", "lm-slices") / "lm_multinode.py"
     settings = {}
     for kind, shape in SLICED.items():
         model = make_llama(tmp_path / kind, partial(AutoConfig.for_model, kind), pad_token_id=1, **shape)
-        if kind == "qwen3":
-            (model / "generation_config.json").unlink()
-        else:
+        (model / "generation_config.json").unlink()
+        if kind != "qwen3":
             (model / "generation_config.json").write_text('{"eos_token_id": [1, 5], "do_sample": true, "top_k": 9}')
         if kind == "gpt2":
             AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "parts", max_shard_size="100KB")
@@ -651,10 +637,7 @@ def test_slices_of_a_model_train_and_are_saved_as_the_whole_model_is(tmp_path):
             for file in (tmp_path / "parts").glob("model*"):
                 shutil.copy(file, model)
             assert len([*model.glob("model-0000*")]) > 2
-        zeros = {
-            name: torch.zeros_like(weight) for name, weight in load_file(next(model.glob("model*.safetensors"))).items()
-        }
-        save_file(zeros, model / "old.safetensors")
+        save_file({"model.norm.weight": torch.zeros(32)}, model / "old.safetensors")
         settings[f"{kind} fsdp2"] = (*LM, "--model", model)
     settings["llama offloading"] = (*LM, "--model", tmp_path / "llama", "--activation-checkpointing", "--cpu-offload")
     (tmp_path / "slices" / "llama fsdp2" / "model" / "sharded").mkdir(parents=True)
@@ -671,11 +654,7 @@ def test_slices_of_a_model_train_and_are_saved_as_the_whole_model_is(tmp_path):
             assert torch.equal(weight, weights[1][name]) and weight.dtype == weights[1][name].dtype, (run, name)
         for file in {*whole.glob("model/*.json")} - {tmp_path / "whole/qwen3 fsdp2/model/generation_config.json"}:
             assert file.read_bytes() == (slices / "model" / file.name).read_bytes(), (run, file)
-        loaded = [AutoModelForCausalLM.from_pretrained(folder / "model") for folder in (whole, slices)]
-        one, other = (model.generation_config for model in loaded)
-        assert one == other or (run == "qwen3 fsdp2" and one.eos_token_id == other.eos_token_id == 1)
-        for weight, other in zip(*(model.parameters() for model in loaded), strict=True):
-            assert torch.equal(weight, other), run
+        assert AutoModelForCausalLM.from_pretrained(slices / "model").generation_config.eos_token_id in (1, [1, 5]), run
         assert not [path for path in (slices / "model").iterdir() if path.is_dir()]
 
 
@@ -709,10 +688,6 @@ def test_slices_refuse_other_names_and_folders_that_are_not_shared(tmp_path):
     weights = {name.removeprefix("transformer."): weight for name, weight in load_file(file).items()}
     save_file(weights, file, {"format": "pt"})
     check_refused(first, "'h.0.attn.c_attn.bias'")
-    two_heads = make_llama(tmp_path / "two")
-    config = json.loads((two_heads / "config.json").read_text())
-    (two_heads / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    check_refused(two_heads, "['lm_head.weight']")
 
     begin = "def main(args, world):\n"
     script.write_text(script.read_text().replace(begin, f"{begin}    args.output_dir /= str(world.rank)\n"))
@@ -720,25 +695,17 @@ def test_slices_refuse_other_names_and_folders_that_are_not_shared(tmp_path):
     assert not [*tmp_path.glob("output/*/model/*.safetensors")]
 
 
-WITHOUT_TORCHAO = """
-import sys
-sys.modules["torchao"] = None
-from transformers import AutoModelForCausalLM
-AutoModelForCausalLM.from_pretrained(sys.argv[1])
-"""
-
-
 @pytest.mark.long
-def test_float8_has_nearly_the_losses_of_bf16_and_its_model_needs_no_torchao(tiny_llama, tmp_path):
+def test_float8_has_nearly_the_losses_of_bf16_and_saves_plain_weights(tiny_llama, tmp_path):
     """Emulated, because a CPU's own products in float8 are very slow."""
     flags = (*LM, "--model", tiny_llama, "--precision", "bf16")
     run_many("lm_multinode.py", {tmp_path / "bf16": flags}, 2)
     folders = [tmp_path / name for name in ("one", "two", "compiled")]
-    script = patched(tmp_path / "copy", "lm-float8") / "lm_multinode.py"
+    script = patched(tmp_path / "copy", "lm-float8", "lm-long-context") / "lm_multinode.py"
     before, config, after = script.read_text().partition('Float8LinearConfig.from_recipe_name("tensorwise")')
     script.write_text(f"{before}__import__('dataclasses').replace({config}, emulate=True){after}")
     run_many(script, {folders[0]: (*flags, "--micro-batch-size", 8)}, 1)
-    settings = {folders[1]: flags, folders[2]: (*flags, "--activation-checkpointing", "--compile")}
+    settings = {folders[1]: (*flags, *BY_TWO), folders[2]: (*flags, "--activation-checkpointing", "--compile")}
     run_many(script, settings, 2, change=["capture_graphs"])
     for folder in folders:
         for name in ("loss", "val_loss"):
@@ -748,7 +715,6 @@ def test_float8_has_nearly_the_losses_of_bf16_and_its_model_needs_no_torchao(tin
 
     base, weights = (load_file(path / "model.safetensors") for path in (tiny_llama, folder / "model"))
     assert {name: weight.dtype for name, weight in weights.items()} == dict.fromkeys(base, torch.float32)
-    subprocess.run([sys.executable, "-c", WITHOUT_TORCHAO, folder / "model"], check=True)
     assert lm_validation_loss(folder / "model", *flags) == pytest.approx(curve(folder, "val_loss")[-1], rel=0.01)
 
 
@@ -813,8 +779,7 @@ def muon_and_adamw(model, weight_decay):
 
 @pytest.mark.long
 def test_muon_trains_as_a_plain_loop_does(tmp_path, monkeypatch):
-    """Each of four processes orthogonalizes a quarter of the matrices, whose rows they cannot divide: one kind has only
-    two. Replicas hold the same bits. Processes may share sequences."""
+    """Each process orthogonalizes some of the matrices, whose rows four cannot divide. Replicas are bit-identical."""
     monkeypatch.setattr("plain.adamw", muon_and_adamw)
     script = patched(tmp_path / "copy", "lm-muon", "lm-long-context") / "lm_multinode.py"
     heads = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 2}
@@ -825,17 +790,13 @@ def test_muon_trains_as_a_plain_loop_does(tmp_path, monkeypatch):
     check_training(script, flags, expected, AutoModelForCausalLM.from_pretrained, tmp_path)
 
     run_many(script, {tmp_path / "1": flags}, 1)
-    hybrid = (*flags, *sharing(2), "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2)
+    hybrid = (*flags, *BY_TWO, "--sharding-strategy", "HYBRID_SHARD", "--shards-per-replica", 2)
     run_many(script, {tmp_path / "4": flags, tmp_path / "2 x 2": hybrid}, 4, change=["record_shards"])
     for name in ("1", "4", "2 x 2"):
         check_curves(tmp_path / name, expected[0])
-    seen = [
-        json.loads((tmp_path / name / f"shards-{rank}.json").read_text())
-        for name in ("4", "2 x 2")
-        for rank in range(4)
-    ]
+    seen = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*/shards-?.json"))]  # "2 x 2" is first
     assert [of_rank["orthogonalized"] for of_rank in seen] == [STEPS * 7 * 4 / 4] * 8
-    sums = [of_rank["sums"] for of_rank in seen[4:]]
+    sums = [of_rank["sums"] for of_rank in seen[:4]]
     assert sums == [*sums[:2], *sums[:2]] and sums[0] != sums[1]
 
 
@@ -870,13 +831,10 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_llama, tmp_path):
     assert len(saved) == 4 and [path.read_bytes() for path in saved] == [path.read_bytes() for path in expected]
     assert len([*tmp_path.glob("during/checkpoints/*/progress.json")]) == 2
 
-    script, step = folder / "lm_multinode.py", "        loss_sum += step_loss\n"
-    script.write_text(
-        script.read_text().replace(step, f"{step}        loss_sum *= math.nan if step == {STEPS} else 1.0\n")
-    )
+    script, line = folder / "lm_multinode.py", "        loss_sum += step_loss\n"
+    broken = f"{line}        loss_sum += math.nan if step == {STEPS} else 0.0\n"
+    script.write_text(script.read_text().replace(line, broken))
     finished = run_many(script, {tmp_path / "nan": flags}, 2, check=False)
     assert finished.returncode == 2 and "not finite" in finished.stderr
-    files = sorted(tmp_path.glob("nan/checkpoints/*/*"))
-    assert [file.name for file in files if file.suffix != ".metadata"] == [
-        file.name for file in sorted(expected[0].parent.iterdir())
-    ]
+    files, expected = (sorted(tmp_path.glob(f"{name}/checkpoints/*2/*")) for name in ("nan", "waiting"))
+    assert [file.name for file in files] == [file.name for file in expected]

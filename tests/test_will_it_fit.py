@@ -27,7 +27,7 @@ FOUR_ON_TWO_NODES = ("--num-processes", 4, "--processes-per-node", 2, "--vocabul
 
 
 def cost_of(*flags):
-    with traced("lm_multinode.py", *flags) as run:
+    with traced(*flags) as run:
         return run.cost()
 
 
@@ -72,19 +72,6 @@ def test_the_prediction_is_what_a_real_step_of_t5_holds(tiny_model, articles_csv
     check("t5_fsdp.py", settings, 2, tmp_path)
 
 
-def test_a_process_holds_and_sends_its_part_of_a_sequence(tmp_path):
-    """In a layer it sends four tensors of its tokens, forward and backward, as docs/your-model-and-data.md says."""
-    script = patched(tmp_path / "copy", "lm-long-context") / "lm_multinode.py"
-    check(script, [(*LM, "--context-parallel-size", 2, "--global-batch-size", 4)], 2, tmp_path)
-    sent = []
-    for count in (1, 2):
-        flags = (*LM, "--context-parallel-size", count, "--global-batch-size", 8 // count, "--vocabulary", 2048)
-        with traced(script, *flags, "--num-processes", 2) as run:
-            sent.append(run.cost()["inside"])
-    layers, width, tokens, share = 2, 128, 4 * 128 / 2, 1 / 2
-    assert sent[1] - sent[0] == layers * 2 * 4 * tokens * width * 4 * share
-
-
 @needs_peft
 def test_frozen_weights_have_no_gradients(tiny_llama, tmp_path):
     script = patched(tmp_path / "copy", "lora") / "lm_multinode.py"
@@ -95,7 +82,7 @@ def test_a_folder_with_a_config_suffices(tiny_llama, tmp_path):
     """mT5 and UMT5 do not tie the output layer. A row of MODELS has the vocabulary of --tokenizer."""
     for name in ("gpt2", "gemma3_text", "lfm2"):
         CAUSAL[name].save_pretrained(tmp_path / name)
-        assert cost_of("--model", tmp_path / name, "--seq-length", LENGTH)["peak"] > 0
+        assert cost_of("lm_multinode.py", "--model", tmp_path / name, "--seq-length", LENGTH)["peak"] > 0
     for kind in ("t5", "mt5", "umt5"):
         shape = {"vocab_size": 1024, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "decoder_start_token_id": 0}
         AutoConfig.for_model(kind, **shape).save_pretrained(tmp_path / kind)
@@ -125,8 +112,18 @@ def test_what_is_sent_is_what_the_formulas_say():
         "NO_SHARD": [3 / 4 * reduced] * 2,
     }
     for strategy, sent in expected.items():
-        cost = cost_of(*flags, "--sharding-strategy", *strategy.split())
+        cost = cost_of("lm_multinode.py", *flags, "--sharding-strategy", *strategy.split())
         assert [cost["inside"], cost["between"]] == pytest.approx(sent, rel=0.01), strategy
+
+
+def test_a_process_holds_and_sends_its_part_of_a_sequence(tmp_path):
+    """In a layer it sends four tensors of its tokens, forward and backward, as docs/your-model-and-data.md says."""
+    script = patched(tmp_path / "copy", "lm-long-context") / "lm_multinode.py"
+    check(script, [(*LM, "--context-parallel-size", 2, "--global-batch-size", 4)], 2, tmp_path)
+    flags = (script, *LM, "--num-processes", 2, "--vocabulary", 2048)
+    one, two = (cost_of(*flags, "--context-parallel-size", n, "--global-batch-size", 8 // n) for n in (1, 2))
+    layers, width, tokens, share = 2, 128, 4 * 128 / 2, 1 / 2
+    assert two["inside"] - one["inside"] == layers * 2 * 4 * tokens * width * 4 * share
 
 
 LLAMA = ("--model", "150m", "--vocabulary", 6666, "--seq-length", 1024)

@@ -175,9 +175,7 @@ class Run:
             script.Context.size = sharing
             script.Context.group, _ = dist.new_subgroups(sharing)
         self.readers = self.size // sharing
-        readers = self.world._replace(size=self.readers)
-        script.common.divide_batch(self.args, readers, default=16 if self.is_lm else 32)  # as main does
-
+        script.common.divide_batch(self.args, self.world._replace(size=self.readers), default=16 if self.is_lm else 32)
         # A mesh reads its ranks, so its tensors must not be fake.
         script.init_device_mesh = unset_fake_temporarily()(script.init_device_mesh)
         self.config = config_of(script, self.args, self.options.vocabulary)
