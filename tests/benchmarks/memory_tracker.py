@@ -15,10 +15,13 @@ from torch.utils._pytree import tree_leaves
 KINDS = ("parameters", "optimizer state", "gathered parameters", "gradients", "activations and buffers")
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of a DTensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # faster than to_local()
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """That of the tensor, or of this process's shard of a DTensor."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # faster than to_local()
-    return local.untyped_storage()
+    return local(tensor).untyped_storage()
 
 
 class Tracker(TorchDispatchMode):

@@ -173,7 +173,7 @@ class Run:
         sharing = getattr(self.args, "context_parallel_size", 1)  # processes that share a sequence, by lm-long-context
         if sharing > 1:
             script.Context.size = sharing
-            script.Context.group, _ = dist.new_subgroups(sharing)
+            script.Context.group = dist.new_subgroups(sharing)[0].group_name
         self.readers = self.size // sharing
         script.common.divide_batch(self.args, self.world._replace(size=self.readers), default=16 if self.is_lm else 32)
         # A mesh reads its ranks, so its tensors must not be fake.
