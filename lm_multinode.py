@@ -348,9 +348,8 @@ def load_config(args, tokenizer):
     # ATTENTION ignores sliding windows, so a sequence must fit into one.
     limits = (config.max_position_embeddings, getattr(config, "sliding_window", None))
     longest = min(filter(None, limits))
-    common.check(
-        args.seq_length <= longest, f"--model {args.model}: --seq-length can be {longest} at most"
-    )
+    message = f"--model {args.model}: --seq-length can be {longest} at most"
+    common.check(args.seq_length <= longest, message)
     is_causal = getattr(config, "is_causal", True)
     common.check(
         is_causal and not getattr(config, "use_bidirectional_attention", False),
@@ -425,10 +424,8 @@ def sample_texts(args, rows, num_to_train) -> tuple:
     # Shuffling mixes ten files at a time.
     for row in rows.shuffle(args.seed, buffer_size=100):
         text = row[args.text_column]
-        kind = type(text).__name__
-        common.check(
-            isinstance(text, str | None), f"column {args.text_column} holds {kind}, not texts"
-        )
+        message = f"column {args.text_column} holds {type(text).__name__}, not texts"
+        common.check(isinstance(text, str | None), message)
         if are_trained_on([text])[0]:
             to_train.append(text)
         elif text and not text.isspace():
@@ -498,9 +495,8 @@ class StepBatches(IterableDataset):
     def __init__(self, args, world, rows, tokenizer, positions):
         if positions is None:
             # As many streams as possible, so that a resumed run can have more processes.
-            for count in range(world.size, max(MAX_STREAMS, world.size) + 1, world.size):
-                if args.global_batch_size % count == 0:
-                    positions = [{}] * count
+            counts = range(world.size, max(MAX_STREAMS, world.size) + 1, world.size)
+            positions = [{}] * max(n for n in counts if args.global_batch_size % n == 0)
         num_streams = len(positions)
         common.check(
             num_streams % world.size == 0,
@@ -578,10 +574,8 @@ def load_data(args, checkpoint: Path | None) -> tuple:
 
 @torch.no_grad()
 def validate(args, world, model, sequences, log, step: int):
-    """Collective. Print the mean loss per token, in nats, over all held-out sequences.
-
-    sequences: int64 of shape (sequences, --seq-length + 1), the same on all ranks.
-    """
+    """Collective. Print the mean loss per token, in nats, over all held-out sequences: int64 of
+    shape (sequences, --seq-length + 1), the same on all ranks."""
     # Every rank must take part in every forward. And if all batches have the same size, --compile
     # makes only one graph. So repeat the first sequences at the end. Labels of -100 exclude these.
     count = len(sequences)
@@ -686,9 +680,8 @@ def main(args, world):
         before = time.perf_counter()
         tokens, own_positions = next(batches)
         waited += time.perf_counter() - before
-        # Dropout must be equal after a resume, and differ between ranks. Seed after next(batches),
-        # which may draw a number. Hash only numbers: strings hash differently in each process.
-        torch.manual_seed(hash((args.seed, step, world.rank)))
+        # Dropout must be equal after a resume, and differ between ranks. next(batches) draws, too.
+        torch.manual_seed(args.seed + step * world.size + world.rank)
         any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
         step_loss, grad_norm = train_step(args, world, model, optimizer, tokens)
         loss_sum += step_loss

@@ -623,9 +623,8 @@ def main(args, world):
         before = time.perf_counter()
         batch = next(batches)
         waited += time.perf_counter() - before
-        # Dropout must be equal after a resume, and differ between ranks. Seed after next(batches),
-        # which may draw a number. Hash only numbers: strings hash differently in each process.
-        torch.manual_seed(hash((args.seed, step, world.rank)))
+        # Dropout must be equal after a resume, and differ between ranks. next(batches) draws, too.
+        torch.manual_seed(args.seed + step * world.size + world.rank)
         any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
         step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
         totals += step_totals
@@ -655,12 +654,8 @@ def main(args, world):
 
             if save_now:
                 # Before validation and export: if they fail, --resume repeats only them.
-                progress = {
-                    "step": step,
-                    "epoch_ends": epoch_ends,
-                    "best_loss": best_loss,
-                    "must_match": must_match,
-                }
+                progress = {"step": step, "epoch_ends": epoch_ends, "best_loss": best_loss}
+                progress["must_match"] = must_match
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now:  # without the validation that may be due
                 common.say(f"stopped  at step {step}, checkpoint saved: continue with --resume")
