@@ -350,11 +350,9 @@ def load_config(args, tokenizer):
     longest = min(filter(None, limits))
     message = f"--model {args.model}: --seq-length can be {longest} at most"
     common.check(args.seq_length <= longest, message)
-    is_causal = getattr(config, "is_causal", True)
-    common.check(
-        is_causal and not getattr(config, "use_bidirectional_attention", False),
-        f"--model {args.model} is not a causal language model: it also sees later tokens",
-    )
+    sees_later = getattr(config, "use_bidirectional_attention", False)
+    message = f"--model {args.model} is not a causal language model: it also sees later tokens"
+    common.check(getattr(config, "is_causal", True) and not sees_later, message)
     common.check(not hasattr(config, "quantization_config"), f"--model {args.model} is quantized")
     return config
 
@@ -432,7 +430,7 @@ def sample_texts(args, rows, num_to_train) -> tuple:
             held_out[text] = True
         num_characters += len(text or "")
         enough = len(to_train) >= num_to_train and len(held_out) >= args.num_validation_texts
-        if enough or num_characters > 1e8:
+        if enough or (held_out and num_characters > 3e7):  # 30 million
             break
     common.check(to_train and held_out, f"--dataset {args.dataset} has too few texts")
     return to_train[:num_to_train], list(held_out)[: args.num_validation_texts]
@@ -554,9 +552,7 @@ def load_data(args, checkpoint: Path | None) -> tuple:
     if args.model in MODELS and not args.tokenizer and not checkpoint:
         vocab_size, num_texts = (2048, 2000) if args.model == "tiny" else (32_000, 50_000)
         to_train, held_out = sample_texts(args, rows, num_texts)
-        ends = np.cumsum([len(text) for text in to_train])
-        to_learn = to_train[: np.searchsorted(ends, 3e7) + 1]  # 30 million characters
-        tokenizer = common.train_tokenizer(to_learn, vocab_size, append_eos=False)
+        tokenizer = common.train_tokenizer(to_train, vocab_size, append_eos=False)
     else:
         to_train, held_out = sample_texts(args, rows, 1000)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint or args.tokenizer or args.model)

@@ -1,8 +1,9 @@
-r"""How do I fine-tune a real transformer with every FSDP feature that matters?
+r"""How do I fine-tune a real transformer with FSDP?
 
 Fine-tunes T5 to summarize articles, sharded with FSDP2 (`fully_shard`) or FSDP1
-(`FullyShardedDataParallel`). Without flags it needs no download: a small T5 learns built-in
-articles in about two minutes on two cores.
+(`FullyShardedDataParallel`). It has units by layer, ZeRO-2 and ZeRO-3, mixed precision, prefetch in
+backward, recomputing, offloading and checkpoints; for hybrids see lm_multinode.py. Without flags it
+needs no download: a small T5 learns built-in articles in about two minutes on two cores.
 
     torchrun --nproc_per_node 2 t5_fsdp.py
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --lr 3e-4 --compile \
@@ -565,10 +566,8 @@ def main(args, world):
     # It pads labels with -100. For "np", see common.WORKER_OPTIONS.
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8, return_tensors="np")
     steps_per_epoch = len(train_set) // args.global_batch_size
-    common.check(
-        steps_per_epoch > 0,
-        f"{len(train_set)} articles are fewer than --global-batch-size {args.global_batch_size}",
-    )
+    message = f"{len(train_set)} articles cannot fill --global-batch-size {args.global_batch_size}"
+    common.check(steps_per_epoch > 0, message)
     common.say(
         f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate on;"
         f" {steps_per_epoch:,} steps of {args.global_batch_size} an epoch"
