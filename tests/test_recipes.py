@@ -54,8 +54,7 @@ from inside import UserError, builtin_article, lm_cut, lm_held_out, load_module,
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
-LM_RECIPES = "lm-chat lm-long-context lm-chunked-loss lora lm-experts tensorboard wandb lm-trace lm-muon".split()
-LM_RECIPES += ["lm-float8"]
+LM_RECIPES = "lm-chat lm-long-context lm-chunked-loss lora lm-experts wandb lm-trace lm-muon lm-float8".split()
 T5_RECIPES = "lora t5-metric t5-schedule t5-rouge tensorboard".split()
 
 
@@ -409,8 +408,7 @@ def answer_loss(model, batch):
 
 @pytest.mark.long
 def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(chat, tiny_llama, tmp_path):
-    """A line says how many tokens of answers lie within --seq-length. Conversations may be texts in JSON, and have
-    tools."""
+    """A line says how many tokens of answers lie within --seq-length. Conversations may be texts in JSON."""
     script, flags, tokenizer = chat
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), answer_loss, script=script)
@@ -424,8 +422,7 @@ def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(chat, tin
         [line] = re.findall("^answers .*", printed, re.M)
         return [int(number) for number in re.findall(r"\d+", line.replace(",", ""))]
 
-    inside, total, advised = answers(60)
-    assert inside < total / 2
+    _, total, advised = answers(60)
     inside, again = answers(advised)
     assert again == total and 0.9 <= inside / total < 0.95
 
@@ -475,7 +472,8 @@ def test_only_answers_are_learned_and_what_cannot_be_is_refused(chat):
     assert learned(question | {"id": None}, answer, tools=[{"name": "search", "unit": None}]) == ["Peelthebeans.</s>"]
 
     parts = {"role": "assistant", "content": [{"type": "text", "text": "Wash."}]}
-    for wrong in ({"from": "gpt", "value": "Wash."}, {"role": "Assistant", "content": "Wash."}, parts):
+    values, capital = {"from": "gpt", "value": "Wash."}, {"role": "Assistant", "content": "Wash."}
+    for wrong in (values, capital, {"role": "assistant"}, parts):
         with pytest.raises(UserError, match=r'role.*content.*: \[{"role": "user", "content": "Peel\?"}, {'):
             learned(question, wrong)
     with pytest.raises(UserError, match="tokenizer"):
@@ -654,7 +652,6 @@ def test_slices_of_a_model_train_and_are_saved_as_the_whole_model_is(tmp_path):
             assert torch.equal(weight, weights[1][name]) and weight.dtype == weights[1][name].dtype, (run, name)
         for file in {*whole.glob("model/*.json")} - {tmp_path / "whole/qwen3 fsdp2/model/generation_config.json"}:
             assert file.read_bytes() == (slices / "model" / file.name).read_bytes(), (run, file)
-        assert AutoModelForCausalLM.from_pretrained(slices / "model").generation_config.eos_token_id in (1, [1, 5]), run
         assert not [path for path in (slices / "model").iterdir() if path.is_dir()]
 
 

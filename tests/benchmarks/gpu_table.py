@@ -6,11 +6,7 @@
 
 It needs one GPU and no network: weights are random, in the shapes of the real models, and texts of random words fill
 every sequence. Each row is a run of the script's command line: 20 steps warm up and compile, then `--steps` count. A
-step is one micro-batch. If a run is out of memory, its row says so. On a GPU the scripts compute fp32 in tf32.
-
-MFU is model FLOP/s over the device's bf16 peak, in every precision. will_it_fit.py counts the FLOPs and predicts the
-memory, but traces neither FSDP1 nor `--compile`. `peak GiB` is what PyTorch's allocator handed out or, on a CPU, the
-process's memory.
+step is one micro-batch. MFU is over the bf16 peak. will_it_fit.py traces neither FSDP1 nor `--compile`.
 """
 
 import argparse
