@@ -16,7 +16,7 @@ Llama learns Python's own reference.
         --output-dir /SHARED/run1   # on every node; /SHARED is a folder that all nodes see
 
 Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard`, `train_step` and
-`common.load_weights`.
+`common.fill_shards`.
 
 Follows "Run Torch FSDP"
 (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example).
@@ -199,7 +199,7 @@ def shard(args, world, full_model, meta_model) -> nn.Module:
             module.set_force_sum_reduction_for_comms(True)
 
     # 3. Allocate this rank's shards, and copy rank 0's weights into them.
-    common.load_weights(model, full_model, world, args.cpu_offload)
+    common.fill_shards(model, full_model, world, args.cpu_offload)
     return model
 
 
@@ -342,7 +342,7 @@ def load_config(args, tokenizer):
             attn_implementation=ATTENTION,
         )
 
-    config = AutoConfig.from_pretrained(args.model, attn_implementation=ATTENTION)
+    config = common.read_pretrained(AutoConfig, args.model, attn_implementation=ATTENTION)
     kind = config.model_type
     common.check(kind in TESTED, f"--model {args.model} is of type {kind}; tested are {TESTED}")
     # ATTENTION ignores sliding windows, so a sequence must fit into one.
@@ -461,11 +461,11 @@ def read_stream(args, rows, tokenizer, index, num_streams, position):
 
     # A position holds what makes the sequences of the current texts again. rows: where the reader
     # was before these texts. rest: tokens left over from earlier texts, too few for a sequence.
-    # used: how many sequences of these texts have been yielded. window: how many characters are
-    # tokenized at once, about 125 sequences, which are then shuffled.
+    # used: how many sequences of these texts have been yielded. window: how many characters these
+    # texts have, about 125 sequences, which are tokenized at once and then shuffled.
     window = min(max(100_000, 500 * args.seq_length), CHARACTERS_AT_ONCE)
-    position = position or {"rows": rows.state_dict(), "rest": [], "used": 0, "window": window}
-    window = position.get("window", 100_000)  # that of earlier versions
+    first = window * (1 + index % MAX_STREAMS) // MAX_STREAMS  # or all would tokenize in one step
+    position = position or {"rows": rows.state_dict(), "rest": [], "used": 0, "window": first}
     # Keep this state: until the first row is read, state_dict() would be that of the beginning.
     rows.load_state_dict(position["rows"])
     texts = []
@@ -473,7 +473,7 @@ def read_stream(args, rows, tokenizer, index, num_streams, position):
     for row in rows:
         texts.append(row[args.text_column])
         num_characters += len(texts[-1])
-        if num_characters < window:
+        if num_characters < position["window"]:
             continue
         tokens = position["rest"] + tokenize(texts, tokenizer)
         sequences = cut(tokens, args.seq_length)
@@ -501,14 +501,12 @@ class StepBatches(IterableDataset):
             f"resume on a number of processes that divides {num_streams}, not on {world.size}",
         )
         self.num_sequences = args.global_batch_size // num_streams  # per stream and step
-        self.num_threads = str(torch.get_num_threads())  # of the training process
         self.streams = [
             (args, rows, tokenizer, index, num_streams, positions[index])
             for index in range(world.rank, num_streams, world.size)
         ]
 
     def __iter__(self):
-        os.environ.setdefault("RAYON_NUM_THREADS", self.num_threads)  # for the tokenizer
         streams = [read_stream(*stream) for stream in self.streams]
         while True:
             sequences = []
@@ -522,12 +520,17 @@ class StepBatches(IterableDataset):
 
 
 def batches_on_device(args, world, rows, tokenizer, positions):
-    """Yield this rank's sequences of each step, on its device, and the positions of its streams
-    after the step. A worker process tokenizes ahead. `positions`: a list of those of all streams,
-    to continue from; None: begin."""
-    # Let the worker use threads. If this process has used some, which the fork would not copy,
-    # tokenizers notices it, and the worker uses none. With "true" it would wait for them.
-    os.environ.pop("TOKENIZERS_PARALLELISM", None)
+    """Start a worker process that tokenizes ahead. Return an iterator over this rank's sequences of
+    each step, on its device, and the positions of its streams after the step. `positions`: a list
+    of those of all streams, to continue from; None: begin.
+
+    Call it before `build`. The worker is a fork: it would keep a copy of all weights and moments on
+    the CPU that a step rewrites. And it tokenizes while the model is made.
+    """
+    # The worker tokenizes with as many threads as this process has. If this has used some, which
+    # the fork would not copy, tokenizers notices it, and the worker uses none.
+    os.environ.pop("TOKENIZERS_PARALLELISM", None)  # with "true" it would wait for them
+    os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
     loader = DataLoader(
         StepBatches(args, world, rows, tokenizer, positions),
         batch_size=None,  # each item is a step
@@ -536,8 +539,8 @@ def batches_on_device(args, world, rows, tokenizer, positions):
         pin_memory=world.device.type != "cpu",  # a thread receives steps while this one trains
         **common.WORKER_OPTIONS,
     )
-    for sequences, positions in loader:
-        yield common.to_device(sequences, world.device), positions
+    steps = iter(loader)  # forks
+    return ((common.to_device(sequences, world.device), after) for sequences, after in steps)
 
 
 def load_data(args, checkpoint: Path | None) -> tuple:
@@ -555,7 +558,8 @@ def load_data(args, checkpoint: Path | None) -> tuple:
         tokenizer = common.train_tokenizer(to_train, vocab_size, append_eos=False)
     else:
         to_train, held_out = sample_texts(args, rows, 1000)
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint or args.tokenizer or args.model)
+        name = checkpoint or args.tokenizer or args.model
+        tokenizer = common.read_pretrained(AutoTokenizer, name)
     common.check(tokenizer.eos_token_id is not None, "the tokenizer has no EOS to end texts with")
     common.print_lost_text(tokenizer, to_train[:1000])
 
@@ -637,11 +641,17 @@ def main(args, world):
     )
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
     common.say(f"data     {args.dataset}, {rows.num_shards:,} file(s), {step_tokens:,} tokens/step")
+    config = common.first_on_node(world, lambda: load_config(args, tokenizer))
+    must_match = common.check_same(args, MUST_MATCH, checksum, config, checkpoint)
+
+    # Where the run stands: the steps done, and the positions of all streams
+    progress = {"step": 0, "positions": None}
+    if checkpoint:
+        progress = common.read_progress(checkpoint)
+    step = progress["step"]
+    batches = batches_on_device(args, world, rows, tokenizer, progress["positions"])
 
     # Model
-    config = common.first_on_node(world, lambda: load_config(args, tokenizer))
-    dtype = config.dtype  # of the saved model; building the model sets it to fp32
-    must_match = common.check_same(args, MUST_MATCH, checksum, config, checkpoint)
     model, meta_model, optimizer = build(args, world, config)
     vocabulary = f"vocabulary of {config.vocab_size:,}"
     common.say(f"model    {args.model}, {vocabulary}, {common.describe_state(meta_model, shards)}")
@@ -649,13 +659,8 @@ def main(args, world):
     mesh = f"{replicas} x {shards} (replicas x shards)"
     common.say(f"fsdp     {args.sharding_strategy}, {mesh}, {args.precision}")
 
-    # Where the run stands: the steps done, and the positions of all streams
-    step = 0
-    all_positions = None
     if checkpoint:
-        progress = common.load_checkpoint(checkpoint, model, optimizer)
-        step = progress["step"]
-        all_positions = progress["positions"]
+        common.load_checkpoint(checkpoint, model, optimizer)
         common.say(f"resumed  from step {step} of {args.max_steps}")
     elif args.validate_every > 0:
         validate(args, world, model, validation_set, log, step)
@@ -668,7 +673,6 @@ def main(args, world):
     waited = 0.0
 
     remaining = range(step + 1, args.max_steps + 1)
-    batches = batches_on_device(args, world, rows, tokenizer, all_positions)
     for step in log.bar(remaining, "train"):
         lr = learning_rate(args, step)
         for group in optimizer.param_groups:
@@ -676,7 +680,7 @@ def main(args, world):
         before = time.perf_counter()
         tokens, own_positions = next(batches)
         waited += time.perf_counter() - before
-        # Dropout must be equal after a resume, and differ between ranks. next(batches) draws, too.
+        # Dropout must be equal after a resume, and differ between ranks.
         torch.manual_seed(args.seed + step * world.size + world.rank)
         any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
         step_loss, grad_norm = train_step(args, world, model, optimizer, tokens)
@@ -685,7 +689,7 @@ def main(args, world):
         stop_now = any_rank_stops()
         save_now = stop_now or is_due(args, step, args.checkpoint_every)
         validate_now = is_due(args, step, args.validate_every)
-        if save_now or validate_now or is_due(args, step, args.log_every):
+        if save_now or validate_now or step == 1 or is_due(args, step, args.log_every):
             num_tokens = step_tokens * (step - last_logged)
             loss = common.sum_over_ranks(loss_sum) / num_tokens  # waits for the device
             seconds = time.perf_counter() - start
@@ -724,7 +728,7 @@ def main(args, world):
 
     common.say(f"metrics  {log.path}, run {log.run}")
     if args.save_model:
-        common.export(model, meta_model, dtype, tokenizer, model_folder, world)
+        common.export(model, meta_model, tokenizer, model_folder, world)
         common.say(f"model    {model_folder} (replaces any earlier one)")
 
 

@@ -202,7 +202,7 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
             unit.set_force_sum_reduction_for_comms(True)
 
     # 3. Allocate this rank's shards, and copy rank 0's weights into them.
-    common.load_weights(model, full_model, world, args.cpu_offload)
+    common.fill_shards(model, full_model, world, args.cpu_offload)
     register_fsdp_forward_method(model, "generate")  # gather the root there, too
     return model
 
@@ -375,12 +375,12 @@ def generate(args, model: nn.Module, batch: dict) -> torch.Tensor:
 def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
     """Return the config and the tokenizer of --model. Those of `builtin` are made here."""
     if args.model != "builtin":
-        config = AutoConfig.from_pretrained(args.model, attn_implementation="sdpa")
+        config = common.read_pretrained(AutoConfig, args.model, attn_implementation="sdpa")
         common.check(
             config.model_type in ("t5", "mt5", "umt5"),
             f"--model {args.model} is not a T5; see docs/your-model-and-data.md for others",
         )
-        return config, AutoTokenizer.from_pretrained(checkpoint or args.model)
+        return config, common.read_pretrained(AutoTokenizer, checkpoint or args.model)
 
     if checkpoint:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -448,43 +448,43 @@ def load_data(args, checkpoint) -> tuple:
     return config, tokenizer, train_set, validation_set, checksum
 
 
-def batches_on_device(args, world, articles, collate, step: int):
-    """Yield this rank's batch of each step after `step`, on its device, epoch after epoch. A step
-    has the same articles on any number of processes. They have similar lengths, because padding is
-    wasted work."""
+def indices_of_steps(args, world, lengths, step: int):
+    """Yield the indices of this rank's articles in each step after `step`, epoch after epoch. A
+    step has the same articles on any number of processes. They have similar lengths, because
+    padding is wasted work."""
     batch_size = args.global_batch_size
-    lengths = articles["length"][:]
-    steps_per_epoch = len(articles) // batch_size
+    steps_per_epoch = len(lengths) // batch_size
     epoch, done = divmod(step, steps_per_epoch)
     while True:
         generator = torch.Generator().manual_seed(args.seed + epoch)
         # Articles that do not fill a batch are left out, different ones in each epoch.
-        chosen = torch.randperm(len(articles), generator=generator)[: steps_per_epoch * batch_size]
+        chosen = torch.randperm(len(lengths), generator=generator)[: steps_per_epoch * batch_size]
         lengths_of_chosen = [lengths[index] for index in chosen]
         sampler = LengthGroupedSampler(batch_size, lengths=lengths_of_chosen, generator=generator)
         batches = chosen[list(sampler)].view(-1, batch_size).tolist()
         random.Random(epoch).shuffle(batches)  # the sampler sorts them from long to short
-        # Each rank takes its own part. Together, the parts are always the whole batch.
-        mine = [batch[world.rank :: world.size] for batch in batches[done:]]
-        yield from load_batches(articles, mine, collate, world)
+        for batch in batches[done:]:
+            # Each rank takes its own part. Together, the parts are always the whole batch.
+            yield batch[world.rank :: world.size]
         epoch += 1
         done = 0
 
 
-def load_batches(articles, batches, collate, world):
-    """Yield padded batches on this rank's device. `batches`: a list of indices for each of them."""
-    workers = {}
-    if world.device.type != "cpu":
-        # pin_memory starts a thread that receives batches while this one trains.
-        workers = {"num_workers": 2, "pin_memory": True, **common.WORKER_OPTIONS}
+def load_batches(articles, indices, collate, world, **workers):
+    """Return an iterator over padded batches on this rank's device. `indices`: a list of them for
+    each batch. Workers are forks: start them before `build`, or they would keep a copy of all that
+    a step rewrites on the CPU."""
     loader = DataLoader(
         articles.select_columns(["input_ids", "labels"]),
-        batch_sampler=batches,
+        batch_sampler=indices,
         collate_fn=collate,
         **workers,
     )
-    for arrays in loader:
-        yield {name: common.to_device(array, world.device) for name, array in arrays.items()}
+    batches = iter(loader)  # forks
+    return (
+        {name: common.to_device(array, world.device) for name, array in arrays.items()}
+        for arrays in batches
+    )
 
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -562,7 +562,6 @@ def main(args, world):
         world, lambda: load_data(args, checkpoint)
     )
     must_match = common.check_same(args, MUST_MATCH, checksum, config, checkpoint)
-    dtype = config.dtype  # of the saved model; building the model sets it to fp32
     # It pads labels with -100. For "np", see common.WORKER_OPTIONS.
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8, return_tensors="np")
     steps_per_epoch = len(train_set) // args.global_batch_size
@@ -572,6 +571,20 @@ def main(args, world):
         f"data     {len(train_set):,} articles to train on, {len(validation_set):,} to validate on;"
         f" {steps_per_epoch:,} steps of {args.global_batch_size} an epoch"
     )
+
+    # Where the run stands: the steps done, and the lowest validation loss
+    progress = {"step": 0, "best_loss": math.inf, "epoch_ends": False}
+    if checkpoint:
+        progress = common.read_progress(checkpoint)
+    step = progress["step"]
+    best_loss = progress["best_loss"]
+    num_steps = args.max_steps or args.epochs * steps_per_epoch
+    workers = {}
+    if world.device.type != "cpu":
+        # pin_memory starts a thread that receives batches while this one trains.
+        workers = {"num_workers": 2, "pin_memory": True, **common.WORKER_OPTIONS}
+    indices = indices_of_steps(args, world, train_set["length"][:], step)
+    batches = load_batches(train_set, indices, collate, world, **workers)
 
     # Model
     model, meta_model, optimizer = build(args, world, config)
@@ -588,18 +601,12 @@ def main(args, world):
             val_loss = validate(args, world, model, validation_set, collate, log, step)
         if args.save_model and (val_loss < best_loss or not args.run_validation):
             best_loss = val_loss
-            common.export(model, meta_model, dtype, tokenizer, best_folder, world)
+            common.export(model, meta_model, tokenizer, best_folder, world)
             common.say(f"saved    the model to {best_folder} (replaces any earlier one)")
         return best_loss
 
-    # Where the run stands: the steps done, and the lowest validation loss
-    step = 0
-    num_steps = args.max_steps or args.epochs * steps_per_epoch
-    best_loss = math.inf
     if checkpoint:
-        progress = common.load_checkpoint(checkpoint, model, optimizer)
-        step = progress["step"]
-        best_loss = progress["best_loss"]
+        common.load_checkpoint(checkpoint, model, optimizer)
         common.say(f"resumed  from step {step} of {num_steps}")
         if progress["epoch_ends"]:  # the checkpoint is from before the validation
             best_loss = validate_and_export(step, best_loss)
@@ -613,7 +620,6 @@ def main(args, world):
     waited = 0.0
 
     remaining = range(step + 1, num_steps + 1)
-    batches = batches_on_device(args, world, train_set, collate, step)
     for step in log.bar(remaining, "train"):
         epoch = (step - 1) // steps_per_epoch
         lr = learning_rate(args, step, num_steps, epoch)
@@ -622,7 +628,7 @@ def main(args, world):
         before = time.perf_counter()
         batch = next(batches)
         waited += time.perf_counter() - before
-        # Dropout must be equal after a resume, and differ between ranks. next(batches) draws, too.
+        # Dropout must be equal after a resume, and differ between ranks.
         torch.manual_seed(args.seed + step * world.size + world.rank)
         any_rank_stops = common.ask_for_stops()  # a signal after this counts in the next step
         step_totals, grad_norm = train_step(args, world, model, optimizer, batch)
@@ -632,13 +638,12 @@ def main(args, world):
         epoch_ends = step % steps_per_epoch == 0 or step == num_steps
         save_due = args.checkpoint_every > 0 and (epoch_ends or step % args.checkpoint_every == 0)
         save_now = stop_now or save_due
-        if save_now or epoch_ends or step % args.log_every == 0:
+        if save_now or epoch_ends or step == 1 or step % args.log_every == 0:
             loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
             seconds = time.perf_counter() - start
             speed = num_tokens / seconds
             record = {
                 "step": step,
-                "epoch": epoch + 1,
                 "loss": loss_sum / num_targets,
                 "grad_norm": grad_norm.item(),
                 "lr": lr,

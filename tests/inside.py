@@ -264,10 +264,6 @@ def report_threads(script, has_tokenized=False):
     script.StepBatches.__iter__ = iterate_and_report
 
 
-def spawn_workers(script):
-    script.common.WORKER_OPTIONS["multiprocessing_context"] = "spawn"
-
-
 def kill_alone(script):
     """Kill rank 1, and no other process, in its first step, while its worker is reading."""
     pause_worker(script, 400)

@@ -152,7 +152,7 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["builtin", *(long(kind) if kind == "many files" else kind for kind in KINDS)])
-def test_a_chain_of_resumes_reads_what_one_run_reads(kind, tmp_path, tokenizer, small_blocks, monkeypatch):
+def test_a_chain_of_resumes_reads_what_one_run_reads(kind, tmp_path, tokenizer, small_blocks):
     """A stream stops and resumes 30 times, often twice within a block of texts. Positions go through JSON."""
     args = lm_args(kind if kind == "builtin" else write_files(tmp_path, *KINDS[kind]), seq_length=64)
     choose = random.Random(0)
@@ -168,19 +168,7 @@ def test_a_chain_of_resumes_reads_what_one_run_reads(kind, tmp_path, tokenizer, 
         part = list(itertools.islice(stream, length))
         sequences += [sequence for sequence, _ in part]
         position = json.loads(json.dumps(part[-1][1]))
-        monkeypatch.undo()  # only the first one knows the size of blocks by the script
     assert sequences == expected
-
-
-def test_a_position_of_an_earlier_version_is_continued(tokenizer, monkeypatch):
-    """Blocks had 100,000 characters, and positions did not say so. Today these have 150,000."""
-    args = lm_args("builtin", seq_length=300)
-    with monkeypatch.context() as patch:
-        patch.setattr(*inside.LM_CHARACTERS_AT_ONCE, 100_000)
-        read = list(itertools.islice(inside.lm_stream(args, tokenizer, 0, 1), 900))
-    position = {name: value for name, value in read[299][1].items() if name != "window"}
-    again = itertools.islice(inside.lm_stream(args, tokenizer, 0, 1, position), 600)
-    assert [sequence for sequence, _ in again] == [sequence for sequence, _ in read[300:]]
 
 
 # The number of texts, --global-batch-size, and numbers of processes. With more than eight, there are more streams.
@@ -306,7 +294,7 @@ CSV = {
     "a quote that the next text closes": ("Article 7 is", '"Article 7" is', "line 9:"),
     "backslashes before quotes": (",s7,", r',"say \"s\"",', "line 9:"),
     "two columns of one name": ("section", "text", "['text', 'headline', 'text']"),
-    "another column": ("headline", "summary", "no column headline"),
+    "another column": ("headline", "summary", "'headline'"),
     "another encoding": (",s7,", ",s\udce9,", "utf-8"),
 }
 
@@ -327,11 +315,21 @@ def test_a_csv_is_read_as_it_was_written_or_refused(case, tmp_path):
             assert expected in str(error) and str(path) in str(error)
 
 
-def test_lists_of_sentences_are_joined(tmp_path):
-    rows = [{"text": [row["text"], "The end."], "highlights": ["One.", "Two."], "id": 1} for row in SOME]
-    for name in ("rows.jsonl", "rows.parquet"):
-        expected = sorted((f"{text}\nThe end.", "One.\nTwo.") for text, _ in SHEET)
-        assert pairs(write_rows(tmp_path / name, rows), "text", "highlights") == expected
+def test_tabs_in_a_text_are_refused_where_tabs_separate(tmp_path):
+    """Without quotes, a text that begins with one and a later one that ends with one would swallow what is between."""
+    path = tmp_path / "rows.tsv"
+    content = sheet("\t").decode().replace(TEXT.format(7), f'"{TEXT.format(7)}')
+    path.write_text(content.replace(TEXT.format(9), f'{TEXT.format(9)}"'))
+    for read in (functools.partial(pairs, path), functools.partial(inside.lm_all_texts, lm_args(path))):
+        with pytest.raises(inside.UserError, match=r"rows.tsv, line 11: .*tab"):
+            read()
+
+
+def test_no_two_builtin_articles_have_one_text_or_one_summary():
+    train, validation = inside.t5_articles("builtin")
+    for column in ("text", "summary"):
+        values = [*train[column], *validation[column]]
+        assert len(set(values)) == len(values) > 8000
 
 
 def test_wikihows_quirks_are_repaired(tmp_path):

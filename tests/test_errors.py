@@ -1,16 +1,19 @@
 """Bad input ends a run with code 2, and one sentence on stderr names the flag and the cure. Nothing is saved."""
 
 import json
+import os
 import random
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
 import pytest
-from conftest import SMALL, losses, make_model, run
+from conftest import ROOT, SMALL, losses, make_model, run, run_many
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inside import builtin_article, train_tokenizer
@@ -25,6 +28,7 @@ MISTAKES = [
     ("t5_fsdp.py --lr nan", 1, "--lr nan", "0 or more"),
     ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
     ("t5_fsdp.py --output-dir file", 1, "'file'"),  # the system's
+    ("lm_multinode.py --output-dir s3://bucket/run", 1, "--output-dir s3:", "folder of this machine"),
     ("t5_fsdp.py --model t5 --output-dir linked", 1, "replace --model", "--output-dir"),
     ("lm_multinode.py --model linked/model --output-dir t5/../linked", 1, "replace --model", "--output-dir"),
     ("t5_fsdp.py --output-dir trained", 1, "trained", "--resume", "--output-dir"),
@@ -39,18 +43,23 @@ MISTAKES = [
     (f"{T5} --model blank-t5", 2, "unknown"),  # it has no tokenizer, so transformers makes an empty one
     ("t5_fsdp.py --dataset absent.csv", 2, "--dataset absent.csv", "absent.csv'"),  # datasets'
     ("t5_fsdp.py --dataset columns.jsonl", 1, "--dataset columns.jsonl", "text", "body"),
-    ("t5_fsdp.py --dataset numbers.jsonl", 1, "--dataset numbers.jsonl", "column text", "int64"),
+    ("t5_fsdp.py --dataset numbers.jsonl", 1, "--dataset numbers.jsonl", "404 is not a text"),
     ("t5_fsdp.py --dataset empty.csv", 1, "--dataset empty.csv", "--max-summary-share"),
     ("lm_multinode.py --dataset someone/absent", 1, "--dataset someone/absent"),  # datasets'
     ("lm_multinode.py --dataset columns.jsonl", 2, "--dataset columns.jsonl", "text", "body"),
     ("lm_multinode.py --dataset mixed.jsonl", 1, "--dataset mixed.jsonl", "/text"),  # pyarrow's
-    ("lm_multinode.py --dataset several/", 2, "--dataset several/", "folder", "'several/*.jsonl'"),
+    ("lm_multinode.py --dataset several/", 2, "--dataset several/", ".jsonl", "'folder/*.jsonl'"),
+    ("lm_multinode.py --dataset notes.md", 1, "--dataset notes.md", "the ending .csv"),
+    ("t5_fsdp.py --dataset 'several/*'", 1, "--dataset several/*", "the ending .csv"),
     ("lm_multinode.py --dataset numbers.jsonl", 1, "column text", "int"),
     ("lm_multinode.py --dataset 'absent/*.jsonl'", 1, "absent/*.jsonl", "no such files"),
     ("lm_multinode.py --dataset one.txt", 1, "--dataset one.txt", "too few texts"),
     ("lm_multinode.py --dataset some.jsonl --seq-length 2048", 1, "texts", "--seq-length"),
     ("lm_multinode.py --tokenizer endless", 1, "EOS"),
     ("lm_multinode.py --model short --tokenizer window", 1, "--model short", "--tokenizer"),
+    ("lm_multinode.py --model adapter", 2, "adapter", "model_type"),  # transformers'
+    ("lm_multinode.py --model own-code", 1, "own-code", "trust_remote_code"),  # transformers'
+    ("t5_fsdp.py --model own-code", 1, "own-code", "trust_remote_code"),  # transformers'
     ("lm_multinode.py --model other", 1, "--model other", "bert", "qwen2"),
     ("lm_multinode.py --model quantized", 1, "--model quantized"),
     ("lm_multinode.py --model bidirectional", 1, "--model bidirectional", "causal"),
@@ -90,6 +99,8 @@ def files(tmp_path_factory, articles_csv, tiny_llama):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     (folder / "one.txt").write_text("A line.\n" * 99)
     (folder / "several").mkdir()
+    (folder / "several/notes").touch()
+    (folder / "notes.md").touch()
     (folder / "empty.csv").write_text("text,headline\na,\n")
     (folder / "file").touch()
     (folder / "linked").mkdir()
@@ -109,6 +120,12 @@ def files(tmp_path_factory, articles_csv, tiny_llama):
     for name, (kind, settings) in CONFIGS.items():
         AutoConfig.for_model(kind, **settings).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / "adapter")
+    (folder / "adapter/adapter_config.json").write_text('{"peft_type": "LORA"}')
+    shutil.copytree(folder / "short", folder / "own-code")
+    settings = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (folder / "own-code/config.json").write_text(json.dumps(settings))
+    (folder / "own-code/mine.py").touch()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder / "endless")
     return folder
@@ -183,3 +200,26 @@ def test_a_bad_row_on_one_rank_alone_is_one_sentence(tmp_path):
 @pytest.mark.skipif(torch.xpu.is_available(), reason="it would train on the Intel GPU here")
 def test_the_xpu_script_trains_on_a_cpu_only_when_told_to(here):
     refuse("mnist_fsdp_xpu.py", words=["--device xpu", "--device cpu"], device=None)
+
+
+def test_a_home_folder_is_found(tmp_path):
+    """The shell does not expand it in `--output-dir=~/run`."""
+    run_many("mnist_fsdp_xpu.py", [("--epochs", 0, "--no-save-model", "--output-dir=~/run")], HOME=str(tmp_path))
+    assert (tmp_path / "run").is_dir()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch can use the GPU here")
+def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(here, tmp_path):
+    """NVIDIA's driver is there, but this build of torch is for CPUs, or needs a newer driver."""
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    refuse("lm_multinode.py", words=["--device auto", "--device cpu"], device=None, PATH=path)
+
+
+def test_a_launcher_that_is_not_torchrun_is_one_sentence(here):
+    """Some set only RANK and WORLD_SIZE."""
+    environment = {name: value for name, value in os.environ.items() if "RANK" not in name}
+    environment |= {"RANK": "0", "WORLD_SIZE": "2"}
+    command = [sys.executable, ROOT / "lm_multinode.py", "--device", "cpu"]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert finished.returncode == 2 and re.search("error: RANK .*torchrun\n$", finished.stderr)

@@ -139,6 +139,27 @@ def check_training(script, flags, plain, load, root, variants=VARIANTS):
     return printed
 
 
+@pytest.mark.long
+def test_a_checkpoint_becomes_the_model_that_the_run_exports(articles_csv, tmp_path):
+    """By the page's code, to the bit: with tied weights, with T5's own output layer, and of FSDP1."""
+    narrow = {"dtype": torch.bfloat16}
+    lm = {name: make_llama(tmp_path / name, tie_word_embeddings=name == "tied", **narrow) for name in ("llama", "tied")}
+    t5 = {"1": make_model(tmp_path / "t5", **narrow)}
+    t5["2"] = make_model(tmp_path / "flan", is_tied=False, tie_word_embeddings=False, feed_forward_proj="gated-gelu")
+    settings = {tmp_path / f"{name}-out": (*LM, "--model", lm[name], "--checkpoint-every", 4) for name in lm}
+    run_many("lm_multinode.py", settings, 2)
+    flags = (*T5, "--dataset", articles_csv, "--checkpoint-every", 4, "--no-run-validation")
+    settings = {tmp_path / f"{name}-out": (*flags, "--model", t5[name], *fsdp(int(name))) for name in t5}
+    run_many("t5_fsdp.py", settings, 2)
+    for name in (*lm, *t5):
+        checkpoint = {"output/lm_multinode/checkpoints/step-0000200": tmp_path / f"{name}-out/checkpoints/step-0000004"}
+        code = snippet("Make a model of a checkpoint", **checkpoint, made=tmp_path / f"{name}-made")
+        exec(code if name in lm else code.replace("CausalLM", "Seq2SeqLM"), {})
+        for exported in [*tmp_path.glob(f"{name}-out/model"), *tmp_path.glob(f"{name}-out/best")]:
+            for file in exported.iterdir():
+                assert file.read_bytes() == (tmp_path / f"{name}-made" / file.name).read_bytes(), (name, file)
+
+
 def train_t5_plainly(model, tokenizer, csv, prefix="summarize: "):
     samples = [t5_samples(part, tokenizer, SOURCE, SUMMARY, prefix) for part in t5_articles(csv)]
     return train_t5(model, tokenizer, samples, 8, 4, STEPS, RATE)

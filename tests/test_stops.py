@@ -1,6 +1,7 @@
 """A run that a cluster, a terminal or a user stops saves, and leaves no process behind."""
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -100,11 +101,20 @@ def test_a_killed_process_leaves_no_worker(tiny_llama, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("change", [("pause_worker", 400), ("spawn_workers",)])
-def test_a_run_does_not_wait_for_its_worker(change, tiny_llama, tmp_path):
-    """The worker reads without end; or it is spawned, as on macOS."""
+def test_a_run_does_not_wait_for_its_worker(tiny_llama, tmp_path):
+    """The worker reads without end."""
     flags = (*LM, "--model", tiny_llama, "--max-steps", 1, "--no-save-model")
-    run_many("lm_multinode.py", {tmp_path: flags}, 1, change=change)
+    run_many("lm_multinode.py", {tmp_path: flags}, 1, change=("pause_worker", 400))
+
+
+def test_an_error_that_nobody_reads_ends_a_run(tiny_llama, tmp_path):
+    """As after `2>&1 | tee` has died. The worker ignores SIGTERM, so a normal exit would wait for it without end."""
+    flags = (*LM, "--model", tiny_llama, "--max-steps", 9, "--device", "cpu", "--output-dir", tmp_path)
+    settings = json.dumps([list(map(str, flags))])
+    command = [sys.executable, ROOT / "tests/forked.py", ROOT / "lm_multinode.py", settings]
+    with subprocess.Popen([*command, json.dumps(["infinite_loss", 0, 3])], stderr=subprocess.PIPE) as running:
+        running.stderr.close()
+        assert running.wait(timeout=120) == 2
 
 
 @pytest.mark.parametrize("has_tokenized, variables", [(False, {}), (False, {"RAYON_NUM_THREADS": "3"}), (True, {})])
