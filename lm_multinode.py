@@ -633,7 +633,7 @@ def main(args, world):
     args.lr = args.lr or (MODELS[args.model][-1] if args.model in MODELS else 2e-5)
     replicas, shards = mesh_shape(args, world)
     model_folder = args.output_dir / "model"
-    checkpoint = common.find_checkpoint(args, model_folder)
+    checkpoint, progress = common.find_checkpoint(args, model_folder)
 
     # Data
     rows, tokenizer, validation_set, checksum = common.first_on_node(
@@ -642,14 +642,11 @@ def main(args, world):
     step_tokens = args.global_batch_size * args.seq_length  # of all ranks
     common.say(f"data     {args.dataset}, {rows.num_shards:,} file(s), {step_tokens:,} tokens/step")
     config = common.first_on_node(world, lambda: load_config(args, tokenizer))
-    must_match = common.check_same(args, MUST_MATCH, checksum, config, checkpoint)
+    must_match = common.check_same(args, MUST_MATCH, checksum, config, progress)
 
     # Where the run stands: the steps done, and the positions of all streams
-    progress = {"step": 0, "positions": None}
-    if checkpoint:
-        progress = common.read_progress(checkpoint)
-    step = progress["step"]
-    batches = batches_on_device(args, world, rows, tokenizer, progress["positions"])
+    step = progress.get("step", 0)
+    batches = batches_on_device(args, world, rows, tokenizer, progress.get("positions"))
 
     # Model
     model, meta_model, optimizer = build(args, world, config)

@@ -555,13 +555,13 @@ def main(args, world):
     best_folder = args.output_dir / "best"
     args.precision = common.choose_precision(args.precision, world.device)
     common.divide_batch(args, world, default=32)
-    checkpoint = common.find_checkpoint(args, best_folder)
+    checkpoint, progress = common.find_checkpoint(args, best_folder)
 
     # Data
     config, tokenizer, train_set, validation_set, checksum = common.first_on_node(
         world, lambda: load_data(args, checkpoint)
     )
-    must_match = common.check_same(args, MUST_MATCH, checksum, config, checkpoint)
+    must_match = common.check_same(args, MUST_MATCH, checksum, config, progress)
     # It pads labels with -100. For "np", see common.WORKER_OPTIONS.
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8, return_tensors="np")
     steps_per_epoch = len(train_set) // args.global_batch_size
@@ -573,11 +573,8 @@ def main(args, world):
     )
 
     # Where the run stands: the steps done, and the lowest validation loss
-    progress = {"step": 0, "best_loss": math.inf, "epoch_ends": False}
-    if checkpoint:
-        progress = common.read_progress(checkpoint)
-    step = progress["step"]
-    best_loss = progress["best_loss"]
+    step = progress.get("step", 0)
+    best_loss = progress.get("best_loss", math.inf)
     num_steps = args.max_steps or args.epochs * steps_per_epoch
     workers = {}
     if world.device.type != "cpu":

@@ -193,7 +193,7 @@ def test_another_run_is_refused(saved, texts, articles_csv, tmp_path):
     ):
         flags, folder = saved[Path(script).name]
         flags = (*flags, "--resume", *changed_flags, "--output-dir", folder)
-        refuse(script, *flags, words=[word, "step-0000002"])
+        refuse(script, *flags, words=[word, "checkpoint"])
 
     flags, folder = saved[LM_SCRIPT]  # it has eight streams
     flags = (*flags, "--max-steps", 3, "--resume", "--output-dir", folder)
