@@ -1,6 +1,6 @@
 """A small Llama learns to count: `torchrun --nproc_per_node 2 docs/minimal.py`.
 
-Without the lines marked FSDP, this is a loop for one process.
+Without the 16 lines marked FSDP, and the four that show a shard, it is a loop for one process.
 """
 
 import gc  # FSDP
@@ -8,7 +8,7 @@ import gc  # FSDP
 import torch
 import torch.distributed as dist  # FSDP
 from torch.distributed.fsdp import fully_shard  # FSDP
-from torch.distributed.tensor import Shard  # FSDP
+from torch.distributed.tensor import Shard  # to show a shard
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,9 +25,9 @@ def main():
     for layer in model.model.layers:  # FSDP
         fully_shard(layer)  # FSDP: gather the parameters of this layer only while it computes
     fully_shard(model)  # FSDP: all others; moves the model, and later its inputs, to the GPU
-    weight = model.model.layers[0].mlp.up_proj.weight  # FSDP: a matrix of 512 rows,
-    assert weight.placements == (Shard(0),)  # FSDP: which is divided by rows
-    assert len(weight.to_local()) == len(torch.arange(512).chunk(size)[rank])  # FSDP: my part
+    weight = model.model.layers[0].mlp.up_proj.weight  # to show a shard: of 512 rows
+    assert weight.placements == (Shard(0),)  # to show a shard: rows are divided
+    assert len(weight.to_local()) == len(torch.arange(512).chunk(size)[rank])  # to show a shard
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding: it gets the shards
 
     for step in range(1, 21):

@@ -164,12 +164,15 @@ def test_every_table_renders():
 
 @pytest.mark.parametrize("size", [2, long(None), long(4)])
 def test_the_program_on_the_front_page_prints_the_same_on_any_number_of_processes(size, tmp_path):
-    """Also without its lines marked FSDP, as a plain loop in one process."""
+    """Also without its lines marked FSDP, and those that show a shard, as a plain loop in one process."""
     page = (ROOT / "README.md").read_text()
     program = (ROOT / "docs" / "minimal.py").read_text()
     assert f"```python\n{program}```" in page
     if size is None:
-        program = "".join(line for line in program.splitlines(keepends=True) if "# FSDP" not in line)
+        lines = program.splitlines(keepends=True)
+        marked = [[line for line in lines if mark in line] for mark in ("# FSDP", "# to show a shard")]
+        assert list(map(len, marked)) == [16, 4]
+        program = "".join(line for line in lines if line not in marked[0] + marked[1])
         assert "dist" not in program
     path = tmp_path / "minimal.py"
     path.write_text(program)

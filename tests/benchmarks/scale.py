@@ -6,7 +6,7 @@ measured   In forked processes on this machine, eight a node. What each of n str
            Requests are calls of what `first_on_node` runs to read the dataset. Steps do not wait for stops.
 simulated  What PyTorch does on rank 0 in `common.save_checkpoint`: unpickle the plans of all ranks, join them, pickle a
            part for each, unpickle what each has written, write `.metadata`. Later saves keep the plan.
-~          From measured values: counts on a straight line; minutes from 150m on two processes, in proportion.
+~          From measured values, on a straight line.
 """
 
 import gc
@@ -30,7 +30,7 @@ import made_up
 import shared
 from transformers import AutoTokenizer
 
-from inside import MODULES, lm_shape, lm_stream, lm_trainer, parse, set_up
+from inside import MODULES, lm_shape, lm_stream, parse, set_up
 
 SIZES = (8, 64, 256, 1024)
 FLAGS = ("lm_multinode.py", "--device", "cpu", "--precision", "fp32", "--seq-length", 1024)
@@ -75,12 +75,6 @@ def measure_group() -> dict:
     counts = {"requests for the dataset": count, "open files of rank 0": len(os.listdir("/proc/self/fd"))}
     seconds = timeit.repeat(lambda: common.ask_for_stops()(), number=1, repeat=200)
     return counts | {"ms to ask for stops": 1000 * statistics.median(seconds)}
-
-
-def seconds_to_build(model: str) -> float:
-    args = parse(*FLAGS, "--model", model)
-    world = set_up(args)
-    return timeit.timeit(lambda: lm_trainer(args, world, lm_shape(model, 32_000).config, None), number=1)
 
 
 def simulate_saves(folder: Path, name: str, size: int) -> dict:
@@ -130,13 +124,8 @@ def rows(folder: Path):
         quantity = f"tokens of a stream per CPU second, {name}"
         yield from rows_of("measured", {n: {quantity: forked(tokens_per_cpu_second, folder, files, n)} for n in SIZES})
     yield from rows_of("measured", {size: forked(measure_group, size=size) for size in (8, 64)})
-    minutes = forked(seconds_to_build, "150m", size=2) / 60 / lm_shape("150m", 32_000).num_parameters()
     for name, sizes in {"7b": (8, 64, 256), "70b": (8, 64)}.items():  # the next ones take more than three minutes
         yield from rows_of("simulated", {size: forked(simulate_saves, folder, name, size) for size in sizes})
-        count = lm_shape(name, 32_000).num_parameters()
-        start = {f"GiB of weights that rank 0 makes, {name}": 4 * count / 2**30}
-        start[f"minutes until all ranks have their shards, {name}"] = f"~{minutes * count:.1f}"
-        yield from rows_of("computed", dict.fromkeys(SIZES, start))
 
 
 if __name__ == "__main__":
