@@ -102,6 +102,12 @@ def test_recipes_apply_together_in_any_order(tmp_path):
     check_names(tmp_path)
 
 
+def check_refused(script, words, *flags, processes=2, change=()):
+    """The script ends with one sentence, which has these words."""
+    finished = run_many(script, {script.parent / "refused": flags}, processes, change=change, check=False)
+    assert finished.returncode == 2 and words in finished.stderr and "Traceback" not in finished.stderr, words
+
+
 def test_the_functions_that_the_table_names_exist():
     rows = re.findall(r"^\| `(\w+\.py)` \|(.+)", PAGE.read_text(), re.M)
     assert len(rows) == 4
@@ -293,8 +299,7 @@ def test_a_chunked_loss_trains_as_a_plain_loop_does(is_tied, tmp_path):
 
     gemma = partial(AutoConfig.for_model, "gemma3_text", head_dim=8, num_key_value_heads=2)
     gemma = make_llama(tmp_path / "gemma", gemma, final_logit_softcapping=30.0)
-    finished = run_many(script, {tmp_path / "refused": (*LM, "--model", gemma)}, 2, check=False)
-    assert finished.returncode == 2 and "lm-chunked-loss" in finished.stderr and "Traceback" not in finished.stderr
+    check_refused(script, "lm-chunked-loss", *LM, "--model", gemma)
 
 
 @pytest.mark.long
@@ -366,6 +371,7 @@ def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_pa
         sums = [json.loads((tmp_path / name / f"shards-{rank}.json").read_text())["sums"] for rank in range(4)]
         assert sums == [sums[rank % (4 // outer[0])] for rank in range(4)]
 
+    check_refused(script, "--local-steps 0", *flags, "--local-steps", 0)
     shutil.rmtree(tmp_path / "two" / "checkpoints" / f"step-{STEPS:07d}")
     run_many(script, {tmp_path / "two": (*settings[tmp_path / "two"], "--resume")}, 4)
     for name in ("loss", "grad_norm", "val_loss"):
@@ -445,7 +451,7 @@ def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(chat, tin
         return [int(number) for number in re.findall(r"\d+", line.replace(",", ""))]
 
     _, total, advised = answers(60)
-    inside, again = answers(advised)
+    inside, again, _ = answers(advised)
     assert again == total and 0.9 <= inside / total < 0.95
 
 
@@ -465,25 +471,32 @@ LEARNED = {
 
 
 @pytest.mark.long
-def test_only_answers_are_learned_and_what_cannot_be_is_refused(chat):
+def test_only_answers_are_learned_and_what_cannot_be_is_refused(chat, tmp_path):
     """An answer's first token may begin in the prompt. A conversation may begin with an assistant, who has no prompt.
     A template gets the tools, and only keys that have a value."""
-    script, _, _ = chat
+    script, flags, _ = chat
     tokenizer = train_tokenizer(["\n\n\n Wash the beans. Peel", "..."], 400, append_eos=False)
     swallowing = [AddedToken(f"<|{name}|>", rstrip=True, special=True) for name in ("user", "assistant", "end")]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *swallowing]})
 
-    def learned(*messages, **columns):
+    def cut(*messages, **columns):
         text = script.as_text({"messages": messages} | columns, "messages")["messages"]
-        [(tokens, labels)] = conversations_of(lm_cut([text], tokenizer, 192, script)) or [([], np.array([-100]))]
-        if len(tokens):
-            assert tokens.tolist() == tokenizer.apply_chat_template(messages, return_dict=False, **columns)
+        return lm_cut([text], tokenizer, 192, script)
+
+    def learned(*messages, **columns):
+        [(tokens, labels)] = conversations_of(cut(*messages, **columns))
+        assert tokens.tolist() == tokenizer.apply_chat_template(messages, return_dict=False, **columns)
         parts = np.split(labels, np.flatnonzero(np.diff(labels == -100)) + 1)
         return [tokenizer.decode(part).replace(" ", "") for part in parts if part[0] != -100]  # decoding adds spaces
 
+    def refused(message, *messages, **columns):
+        with pytest.raises(UserError, match=message):
+            cut(*messages, **columns)
+
     question, answer = {"role": "user", "content": "Peel?"}, {"role": "assistant", "content": "Peel the beans."}
     for tokenizer.chat_template, expected in LEARNED.items():
-        assert learned(answer) == learned(question) == []
+        for alone in (answer, question):
+            assert not len(cut(alone)["labels"])
         for first in ("Wash.", "\n\nWash.", "  Wash. "):
             joined = "\n" if first[0] == "\n" else ""
             words = {"first": first, "stripped": first.strip(), "second": answer["content"], "joined": joined}
@@ -492,22 +505,65 @@ def test_only_answers_are_learned_and_what_cannot_be_is_refused(chat):
 
     tokenizer.chat_template = "{{ tools | map(attribute='name') | join }}{{ messages[0].id is defined }}" + TEMPLATE
     assert learned(question | {"id": None}, answer, tools=[{"name": "search", "unit": None}]) == ["Peelthebeans.</s>"]
+    assert learned(question, answer | {"weight": 0}, question, answer) == ["Peelthebeans.</s>"]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "at", "arguments": {"h": "2"}}}]}
+    refused(r"tools must hold a list: \[{", question, answer, tools={"name": "search"})
+    for lost, message in (("at", call), ("Well", answer | {"reasoning_content": "Well"})):
+        refused(f"leaves out '{lost}'", question, message)
+    named = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}</s>"
+    tokenizer.chat_template = TEMPLATE.replace("message.content", "message.content | tojson").replace("</s>", named)
+    text = json.loads(json.dumps(call).replace('{"h": "2"}', json.dumps('{"h": "2"}')))
+    one, other = (cut(question, call | {"content": ""}, {"role": "tool", "content": 'a "b"'}) for call in (call, text))
+    assert np.array_equal(one["labels"], other["labels"])
+    for name in ("system", "chat_template_kwargs"):
+        (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [question, answer], name: "Be brief."}))
+        with pytest.raises(UserError, match=name):
+            script.open_texts(parse("lm_multinode.py", *flags, "--dataset", tmp_path / "x.jsonl"))
 
     parts = {"role": "assistant", "content": [{"type": "text", "text": "Wash."}]}
     values, capital = {"from": "gpt", "value": "Wash."}, {"role": "Assistant", "content": "Wash."}
     for wrong in (values, capital, {"role": "assistant"}, parts):
-        with pytest.raises(UserError, match=r'role.*content.*: \[{"role": "user", "content": "Peel\?"}, {'):
-            learned(question, wrong)
-    with pytest.raises(UserError, match="tokenizer"):
-        script.tokenize([], SimpleNamespace(is_fast=False))
+        refused(r'role.*content: \[{"role": "user", "content": "Peel\?"}, {', question, wrong)
     forgetting = CHATML.replace("message.content", "message.content if loop.last else message.content[-2:]")
-    thinking = CHATML.replace(
-        "{{ message.content", "{{ '<think>' * (loop.last and not loop.first) }}{{ message.content"
-    )
-    changing = ("{{ messages | length }} " + TEMPLATE, forgetting, thinking, thinking)
-    for tokenizer.chat_template, content in zip(changing, ("Wash.", "Wash.", "Wash.", ""), strict=True):
-        with pytest.raises(UserError, match="template"):
-            learned(question, answer | {"content": content}, question, answer)
+    thinking = CHATML.replace("{{ message.c", "{{ '<think>' * (loop.last and not loop.first) }}{{ message.c")
+    changing = ("changes", "{{ messages | length }} " + TEMPLATE), ("changes", thinking), ("leaves out", forgetting)
+    others = ("special token", TEMPLATE.replace("</s>", "")), ("odd", "{{ raise_exception('odd') }}"), ("not set", None)
+    for words, tokenizer.chat_template in (*changing, *others):
+        refused(rf'{words}.*: \[{{"role"', question, answer | {"content": ""}, question, answer)
+
+
+@pytest.mark.long
+def test_chats_without_answers_within_the_length_end_a_run(chat, tmp_path):
+    """Of these, only held-out ones have some. Without a sequence, a step would wait without end."""
+    script, flags, _ = chat
+    rows = []
+    for index in range(4000):
+        row = {"messages": [{"role": "user", "content": f"{index}?"}, {"role": "assistant", "content": "Yes."}]}
+        if not script.is_held_out(script.as_text(row.copy(), "messages")["messages"]):
+            row["messages"][0]["content"] += " Peel the beans." * 60
+        rows.append(json.dumps(row))
+    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
+    check_refused(Path(script.__file__), "no answer within", *flags, "--dataset", tmp_path / "chats.jsonl")
+
+
+@pytest.mark.long
+def test_a_base_model_learns_to_stop_where_answers_end(chat, tiny_llama, tmp_path):
+    """Its EOS is another token."""
+    script, flags, _ = chat
+    shutil.copytree(tiny_llama, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "base")
+    chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Yes."}] for i in range(99)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    flags = (*flags, "--model", tmp_path / "base", "--dataset", tmp_path / "chats.jsonl", "--max-steps", 40)
+    run_many(script.__file__, {tmp_path: (*flags, "--lr", 1e-2)}, 2)
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompt = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True, return_tensors="pt")
+    tokens = model.generate(**prompt, max_new_tokens=40)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(tokens) == "Yes.<|im_end|>"
 
 
 @pytest.mark.long
@@ -528,8 +584,7 @@ def test_a_conversation_does_not_see_its_neighbors(chat, tmp_path):
 
     script = patched(tmp_path / "copy", "lm-chat", "lm-experts") / "lm_multinode.py"
     for kind in ("opt", "lfm2"):
-        refused = run_many(script, {tmp_path / "refused": settings.pop(kind)}, 1, check=False)
-        assert refused.returncode == 2 and f"is of type {kind}" in refused.stderr
+        check_refused(script, f"is of type {kind}", *settings.pop(kind), processes=1)
     run_many(script, {tmp_path / f"{kind} output": flags for kind, flags in settings.items()}, 1)
     for kind in settings:
         assert curve(tmp_path / f"{kind} output", "val_loss") == [pytest.approx(plain_loss[kind], **CLOSE)], kind
@@ -582,6 +637,10 @@ def test_processes_that_share_sequences_train_as_a_plain_loop_does(tmp_path):
     shutil.rmtree(tmp_path / "FULL_SHARD" / "checkpoints" / f"step-{STEPS:07d}")
     run_many(script, {tmp_path / "FULL_SHARD": (*flags, "--resume")}, 2)
     assert curve(tmp_path / "FULL_SHARD")[STEPS:] == pytest.approx(plain[0][2:], **AFTER_ADAM)
+
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    folder = make_llama(tmp_path / "longrope", rope_parameters=rope | {"original_max_position_embeddings": 16})
+    check_refused(script, "longrope", *flags, "--model", folder, *BY_TWO)
 
 
 # ---- Metrics and schedules -------------------------------------------------------------------------------------------
@@ -699,21 +758,16 @@ def test_no_process_has_memory_for_a_whole_model_in_slices(tmp_path):
 @pytest.mark.long
 def test_slices_refuse_other_names_and_folders_that_are_not_shared(tmp_path):
     script = patched(tmp_path / "copy", "lm-slices") / "lm_multinode.py"
-
-    def check_refused(model, words):
-        finished = run_many(script, {tmp_path / "output": (*LM, "--model", model, "--max-steps", 1)}, 2, check=False)
-        assert finished.returncode == 2 and words in finished.stderr and "Traceback" not in finished.stderr, words
-
     first = make_llama(tmp_path / "first", partial(AutoConfig.for_model, "gpt2"))  # as the Hub's first GPT-2s are
     file = first / "model.safetensors"
     weights = {name.removeprefix("transformer."): weight for name, weight in load_file(file).items()}
     save_file(weights, file, {"format": "pt"})
-    check_refused(first, "'h.0.attn.c_attn.bias'")
+    check_refused(script, "'h.0.attn.c_attn.bias'", *LM, "--model", first, "--max-steps", 1)
 
     begin = "def main(args, world):\n"
     script.write_text(script.read_text().replace(begin, f"{begin}    args.output_dir /= str(world.rank)\n"))
-    check_refused(make_llama(tmp_path / "llama"), "--output-dir")
-    assert not [*tmp_path.glob("output/*/model/*.safetensors")]
+    check_refused(script, "--output-dir", *LM, "--model", make_llama(tmp_path / "llama"), "--max-steps", 1)
+    assert not [*tmp_path.glob("copy/refused/*/model/*.safetensors")]
 
 
 @pytest.mark.long
@@ -842,8 +896,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny_llama, tmp_path):
     """It holds the same bits as without the recipe. Its error ends the run. After another error, it is finished."""
     folder = patched(tmp_path / "copy", "lm-async-save")
     flags = (*LM, "--model", tiny_llama, "--checkpoint-every", 2)
-    finished = run_many(folder / "lm_multinode.py", {tmp_path / "a": flags}, 2, change=["own_folders"], check=False)
-    assert finished.returncode == 2 and "lacks shards" in finished.stderr and "Traceback" not in finished.stderr
+    check_refused(folder / "lm_multinode.py", "lacks shards", *flags, change=["own_folders"])
 
     with (folder / "common.py").open("a") as file:
         file.write(WRITE_LATER)
