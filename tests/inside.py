@@ -225,16 +225,6 @@ def read_other_data(script):
     script.load_data = load_and_change
 
 
-def report_opened_datasets(script):
-    open_texts = script.open_texts
-
-    def open_and_report(args):
-        os.write(2, b"opened the dataset\n")
-        return open_texts(args)
-
-    script.open_texts = open_and_report
-
-
 def pause_worker(script, seconds):
     """Make the LM's workers wait after they have sent one step."""
     iterate = script.StepBatches.__iter__
@@ -341,23 +331,6 @@ def capture_graphs(script):
         return graph.forward
 
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=count_graph)
-
-
-def count_products(script):
-    """Write products.json: the number of matrix products of each step. --compile makes graphs without machine code."""
-    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    train_step = script.train_step
-    counts = []
-
-    def counted_step(args, *arguments):
-        with torch.profiler.profile() as profiled:
-            result = train_step(args, *arguments)
-        events = profiled.key_averages()
-        counts.append(sum(event.count for event in events if event.key in ("aten::mm", "aten::addmm", "aten::bmm")))
-        (args.output_dir / "products.json").write_text(json.dumps(counts))
-        return result
-
-    script.train_step = counted_step
 
 
 def record_shards(script):

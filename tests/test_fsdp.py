@@ -150,15 +150,6 @@ def test_compile_makes_kernels_and_keeps_the_losses(tmp_path):
         assert curve(tmp_path / "compiled", name) == pytest.approx(curve(tmp_path / "plain", name), abs=1e-4)
 
 
-def test_compiled_layers_do_not_recompute_their_last_product(tiny_llama, tmp_path):
-    flags = (*LM, "--model", tiny_llama, "--global-batch-size", 2, "--max-steps", 2)
-    variants = {"plain": (), "recomputing": (*RECOMPUTING, "--compile")}
-    settings = {tmp_path / name: (*flags, *extra) for name, extra in variants.items()}
-    run_many("lm_multinode.py", settings, 1, change=("count_products",))
-    plain, recomputing = (json.loads((folder / "products.json").read_text())[1] for folder in settings)
-    assert recomputing - plain == 2 * 6
-
-
 # ---- MNIST -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_module_of_many_parameters_becomes_a_unit(version, small_mnist, tmp_path):

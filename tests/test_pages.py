@@ -10,6 +10,7 @@ from torch.distributed.run import get_args_parser
 
 import pytest
 from conftest import ROOT, SCRIPTS, long, run_many
+from packaging.requirements import Requirement
 
 from inside import LM_MODELS, lm_mesh_shape, parse
 
@@ -160,6 +161,14 @@ def test_every_table_renders():
             head, ruler, *rows = [re.split(r"(?<!\\)\|", row.strip())[1:-1] for row in table.splitlines()]
             assert all(re.fullmatch(r" *:?-+:? *", cell) for cell in ruler), (page.name, head)
             assert {len(row) for row in (ruler, *rows)} == {len(head)}, (page.name, head)
+
+
+def test_each_requirement_has_a_tested_version_that_meets_it():
+    tested = dict(line.split("==") for line in (ROOT / "docs/tested-versions.txt").read_text().splitlines())
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        requirement = Requirement(line.partition("#")[0])
+        assert requirement.specifier.contains(tested.pop(requirement.name.replace("-", "_")))
+    assert not tested
 
 
 @pytest.mark.parametrize("size", [2, long(None), long(4)])

@@ -214,13 +214,3 @@ def test_only_one_process_asks_the_hub(tiny_llama, tmp_path):
         requests_of_runs.append(sorted(requests))
     assert any("model.safetensors" in request for request in requests_of_runs[0])
     assert requests_of_runs[0] == requests_of_runs[1]
-
-
-def test_one_process_of_a_node_opens_the_dataset(texts, tmp_path):
-    """The second of two nodes finds what the first one has opened."""
-    flags = (*SMALL, "--dataset", texts, "--max-steps", 1, "--validate-every", 0, "--no-save-model")
-    for per_node in (4, 2):
-        finished = run_many(
-            "lm_multinode.py", {tmp_path: flags}, 4, per_node=per_node, change=("report_opened_datasets",)
-        )
-        assert finished.stderr.count("opened the dataset") == 4 // per_node
