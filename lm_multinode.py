@@ -103,7 +103,7 @@ class Args:
     # Output
     output_dir: Path = Path("output/lm_multinode")  # use a new folder for each run
     save_model: bool = True  # saving the trained model
-    log_every: int = 25  # steps between printed lines
+    log_every: int = 25  # steps between printed lines, after that of step 1
     validate_every: int = 50  # steps between validations; 0: never
     checkpoint_every: int = 0  # steps between checkpoints; 0: only when a signal stops the run
     resume: bool = False  # continue from the newest checkpoint, if there is one

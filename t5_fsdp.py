@@ -122,7 +122,7 @@ class Args:
     save_model: bool = True  # saving the best model
     print_model: bool = False  # print the sharded model with its units
     run_validation: bool = True  # loss and ROUGE, before training and after each epoch
-    log_every: int = 25  # steps between printed lines
+    log_every: int = 25  # steps between printed lines, after that of step 1
     checkpoint_every: int = 0  # steps between checkpoints; 0: only when a signal stops the run
     resume: bool = False  # continue from the newest checkpoint, if there is one
 
