@@ -210,8 +210,14 @@ def signal_in_step(script, rank, step, name="SIGKILL", times=1, group=False):
 
 def without_loader(script, count):
     """Train on the batches of the first `count` steps again and again, from memory."""
-    load = script.batches_on_device
-    script.batches_on_device = lambda *arguments: itertools.cycle(list(itertools.islice(load(*arguments), count)))
+    name = "batches_on_device" if hasattr(script, "batches_on_device") else "load_batches"
+    load = getattr(script, name)
+
+    def load_some(*arguments, **options):
+        setattr(script, name, load)  # validation loads as before
+        return itertools.cycle(list(itertools.islice(load(*arguments, **options), count)))
+
+    setattr(script, name, load_some)
 
 
 def read_other_data(script):
