@@ -198,7 +198,7 @@ class Run:
         self.meta_model.__deepcopy__ = lambda _: self.meta_model
         self.script.load_model = lambda *_: self.meta_model
         changes = {name: lambda value: value for name in ("meta_copy", "from_rank0")}
-        changes["load_weights"] = lambda model, *_: model.to_empty(device="cpu")
+        changes["fill_shards"] = lambda model, *_: model.to_empty(device="cpu")
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # meta_model has meta tensors, which are not fake
         with self.fake, mock.patch.multiple(self.script.common, **changes):
             self.model, _, self.optimizer = self.script.build(self.args, self.world, self.config)
