@@ -100,7 +100,7 @@ def test_the_lm_prints_what_runs_and_exports_what_it_trained(tmp_path):
     assert [step["step"] for step in steps] == [1, 4, 8, 12]
     assert all(step["per_gpu"] == step["tokens/s"] / 2 for step in steps)
     assert "mfu" not in steps[0]  # it has no meaning on a CPU of unknown speed
-    assert 0 < steps[-1]["waited"] < steps[0]["waited"] < 1  # the first step waits for the worker to begin
+    assert all(0 < step["waited"] < 1 for step in steps)
     model = tmp_path / "model"
     assert lm_validation_loss(model, "--num-validation-texts", 9) == pytest.approx(last["val_loss"], **CLOSE)
     size = AutoModelForCausalLM.from_pretrained(model).num_parameters()
