@@ -94,7 +94,7 @@ def run(script: str, flags, output: Path, processes: int = 1, change=()) -> list
 def share_of_waiting(data: Path, step_seconds: float, num_steps: int = 200) -> float:
     """The share of time in which a step of `step_seconds` would wait for one process that tokenizes ahead, from its CPU
     seconds: a busy machine does not change it. Sequences of 1,024 tokens, 16 a step."""
-    args = parse("lm_multinode.py", "--dataset", data, "--seq-length", 1024)
+    args = parse("lm_multinode.py", "--dataset", data, "--seq-length", 1024, "--global-batch-size", 16)
     tokenizer = AutoTokenizer.from_pretrained(data.parents[1] / "lm/model")
     steps = lm_steps(args, tokenizer)
     made = collections.deque([0.0] * common.WORKER_OPTIONS["prefetch_factor"])  # when the last steps were taken
