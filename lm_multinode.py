@@ -432,7 +432,8 @@ def sample_texts(args, rows, num_to_train) -> tuple:
         enough = len(to_train) >= num_to_train and len(held_out) >= args.num_validation_texts
         if enough or (held_out and num_characters > 3e7):  # 30 million
             break
-    common.check(to_train and held_out, f"--dataset {args.dataset} has too few texts")
+    message = f"--dataset {args.dataset} has too few texts; in .txt files empty lines separate them"
+    common.check(to_train and held_out, message)
     return to_train[:num_to_train], list(held_out)[: args.num_validation_texts]
 
 
@@ -560,7 +561,7 @@ def load_data(args, checkpoint: Path | None) -> tuple:
         to_train, held_out = sample_texts(args, rows, 1000)
         name = checkpoint or args.tokenizer or args.model
         tokenizer = common.read_pretrained(AutoTokenizer, name)
-    common.check(tokenizer.eos_token_id is not None, "the tokenizer has no EOS to end texts with")
+    common.check(tokenizer.eos_token, "the tokenizer has no EOS to end texts with")
     common.print_lost_text(tokenizer, to_train[:1000])
 
     sequences = cut(tokenize(held_out, tokenizer), args.seq_length)
@@ -659,7 +660,7 @@ def main(args, world):
     if checkpoint:
         common.load_checkpoint(checkpoint, model, optimizer)
         common.say(f"resumed  from step {step} of {args.max_steps}")
-    elif args.validate_every > 0:
+    elif args.validate_every:
         validate(args, world, model, validation_set, log, step)
 
     # Train

@@ -6,12 +6,11 @@ import random
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
+import forked
 import pytest
 from conftest import ROOT, SMALL, losses, make_model, run, run_many
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,9 +22,7 @@ T5 = "t5_fsdp.py --model t5 --dataset articles.csv"
 # A user's command, its number of processes, and words of the sentence: the flag and the cure, or the library's message.
 # t5_fsdp.py stands for all scripts where they share the check.
 MISTAKES = [
-    ("t5_fsdp.py --micro-batch-size 0", 2, "--micro-batch-size 0", "1 or more"),
-    ("t5_fsdp.py --test-batch-size 0", 1, "--test-batch-size 0", "1 or more"),
-    ("t5_fsdp.py --lr nan", 1, "--lr nan", "0 or more"),
+    ("t5_fsdp.py --lr nan", 2, "--lr nan", "0 or more"),
     ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
     ("t5_fsdp.py --output-dir file", 1, "'file'"),  # the system's
     ("lm_multinode.py --output-dir s3://bucket/run", 1, "--output-dir s3:", "folder of this machine"),
@@ -220,6 +217,5 @@ def test_a_launcher_that_is_not_torchrun_is_one_sentence(here):
     """Some set only RANK and WORLD_SIZE."""
     environment = {name: value for name, value in os.environ.items() if "RANK" not in name}
     environment |= {"RANK": "0", "WORLD_SIZE": "2"}
-    command = [sys.executable, ROOT / "lm_multinode.py", "--device", "cpu"]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
+    finished = forked.launch(str(ROOT / "lm_multinode.py"), [["--device", "cpu"]], None, environment, timeout=60)
     assert finished.returncode == 2 and re.search("error: RANK .*torchrun\n$", finished.stderr)
