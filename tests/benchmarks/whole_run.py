@@ -33,7 +33,7 @@ import made_up
 import pandas
 import shared
 from matplotlib import pyplot
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from inside import common, lm_steps, parse
 
@@ -213,10 +213,6 @@ def main() -> None:
         print(f"Beside steps of {step_seconds} s, {100 * share:.1f}% of the time would be waiting")
     loss, val_loss = differences(whole, resumed)
     print(f"\nThe LM's losses differ by {loss:.1e} at most, and its last val_loss by {val_loss:.1e}")
-    tokenizer, model = (kind.from_pretrained(folder / "lm/model") for kind in (AutoTokenizer, AutoModelForCausalLM))
-    torch.manual_seed(0)
-    prompt = tokenizer("def", return_tensors="pt")["input_ids"]
-    print(tokenizer.decode(model.generate(prompt, max_new_tokens=30, do_sample=True, temperature=0.7)[0]))
     keep(options.keep, machine, curves, 65_536 if device == "cuda" else 2_048)
 
 
