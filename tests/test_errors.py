@@ -22,7 +22,9 @@ T5 = "t5_fsdp.py --model t5 --dataset articles.csv"
 # A user's command, its number of processes, and words of the sentence: the flag and the cure, or the library's message.
 # t5_fsdp.py stands for all scripts where they share the check.
 MISTAKES = [
-    ("t5_fsdp.py --lr nan", 2, "--lr nan", "0 or more"),
+    ("t5_fsdp.py --micro-batch-size 0", 2, "--micro-batch-size 0", "1 or more"),
+    ("lm_multinode.py --log-every 0", 1, "--log-every 0", "1 or more"),
+    ("t5_fsdp.py --lr nan", 1, "--lr nan", "0 or more"),
     ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
     ("t5_fsdp.py --output-dir file", 1, "'file'"),  # the system's
     ("lm_multinode.py --output-dir s3://bucket/run", 1, "--output-dir s3:", "folder of this machine"),
