@@ -4,7 +4,8 @@ Trains a Llama from random weights, or a pretrained causal language model furthe
 (`fully_shard`), under each of FSDP's five strategies. Without flags it needs no download: a tiny
 Llama learns Python's own reference.
 
-    torchrun --nproc_per_node 2 lm_multinode.py
+    torchrun --nproc_per_node 2 lm_multinode.py --device cpu    # without GPUs, or with only one
+    torchrun --nproc_per_node gpu lm_multinode.py               # a process for each GPU
     torchrun --nproc_per_node 8 lm_multinode.py --model Qwen/Qwen3-0.6B --dataset c4 \
         --seq-length 1024 --compile         # one node; c4, or your own files
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 \
@@ -25,10 +26,12 @@ docs/your-model-and-data.md says what to change where.
 """
 
 import copy
+import ctypes
 import itertools
 import math
 import os
 import random
+import signal
 import time
 import zlib
 from dataclasses import dataclass
@@ -111,13 +114,13 @@ class Args:
 
 
 # To continue a run, --resume needs these to be the same: they choose the samples of a step.
-MUST_MATCH = ("model", "tokenizer", "seq_length", "global_batch_size", "seed")
+MUST_MATCH = "model tokenizer seq_length global_batch_size seed".split()
 
 # ---- FSDP --------------------------------------------------------------------------------------
 
 # Each rank keeps a shard, a slice of the rows, of every fp32 parameter, of its gradient and of its
-# two moments. FSDP gathers parameters in groups, called units. While a unit computes, the rank has
-# a temporary copy of its parameters, in --precision. Each decoder layer is a unit. Larger units
+# two moments. FSDP gathers parameters in groups, called units: each decoder layer is one. While a
+# unit computes, the rank has a temporary copy of its parameters, in --precision. Larger units
 # (--layers-per-unit) cost the host less time, but more memory. The embedding and the output layer
 # are units, too, unless they share their weights. Everything else is in the root unit.
 
@@ -212,6 +215,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         names = [CheckpointWrapper.__name__]  # from here on, the wrappers are the layers
 
     layers = [module for module in model.modules() if type(module).__name__ in names]
+    common.check(layers, f"transformers does not name the layers of {type(model).__name__}")
     if args.compile:  # after wrapping: then recomputing needs less
         for layer in layers:
             # In place. FSDP's hooks stay outside the graphs: they are marked for the compiler.
@@ -354,6 +358,8 @@ def load_config(args, tokenizer):
     message = f"--model {args.model} is not a causal language model: it also sees later tokens"
     common.check(getattr(config, "is_causal", True) and not sees_later, message)
     common.check(not hasattr(config, "quantization_config"), f"--model {args.model} is quantized")
+    if kind == "opt":
+        config.layerdrop = 0.0  # otherwise each rank would skip different layers
     return config
 
 
@@ -372,10 +378,9 @@ def load_model(args, config) -> nn.Module:
 # ---- Data --------------------------------------------------------------------------------------
 
 # A step takes the same number of sequences from every *stream* of texts, and the ranks divide the
-# streams among them. So a step is the same on any number of processes that have the same
-# --global-batch-size, and a run can resume on more or fewer. (The default is 16 on 1, 2 or 4
-# processes, but 18 on 3.) There are up to eight streams, or one per process if there are more.
-MAX_STREAMS = 8
+# streams among them. With 16 streams a step is the same on 1, 2, 4, 8 and 16 processes, and a run
+# can resume on any of these. See StepBatches for other numbers.
+MAX_STREAMS = 16
 CHARACTERS_AT_ONCE = 2_000_000  # that a stream tokenizes, at most, or one text if it is longer
 
 
@@ -388,6 +393,8 @@ def open_texts(args) -> datasets.IterableDataset:
         return datasets.Dataset.from_dict({args.text_column: texts}).to_iterable_dataset()
     try:
         builder = common.open_dataset("allenai/c4:en" if args.dataset == "c4" else args.dataset)
+        builder.config.sample_by = "paragraph"  # in .txt files empty lines separate texts
+        builder.config.on_mixed_types = None  # in JSON one number would change the type of all
         files = builder.config.data_files["train"]
         random.Random(args.seed).shuffle(files)
         if builder.name == "csv":
@@ -493,31 +500,46 @@ class StepBatches(IterableDataset):
 
     def __init__(self, args, world, rows, tokenizer, positions):
         if positions is None:
-            # As many streams as possible, so that a resumed run can have more processes.
-            counts = range(world.size, max(MAX_STREAMS, world.size) + 1, world.size)
-            positions = [{}] * max(n for n in counts if args.global_batch_size % n == 0)
+            num_streams = math.gcd(args.global_batch_size, MAX_STREAMS)
+            if num_streams % world.size != 0:
+                # As many as possible, so that a resumed run can have more processes.
+                counts = range(world.size, max(MAX_STREAMS, world.size) + 1, world.size)
+                num_streams = max(n for n in counts if args.global_batch_size % n == 0)
+            positions = [None] * num_streams
         num_streams = len(positions)
         common.check(
             num_streams % world.size == 0,
             f"resume on a number of processes that divides {num_streams}, not on {world.size}",
         )
         self.num_sequences = args.global_batch_size // num_streams  # per stream and step
-        self.streams = [
-            (args, rows, tokenizer, index, num_streams, positions[index])
-            for index in range(world.rank, num_streams, world.size)
-        ]
+        own = torch.arange(num_streams).chunk(world.size)[world.rank].tolist()  # neighbors
+        self.streams = [(args, rows, tokenizer, i, num_streams, positions[i]) for i in own]
 
     def __iter__(self):
         streams = [read_stream(*stream) for stream in self.streams]
         while True:
-            sequences = []
-            positions = []
-            for stream in streams:
-                for _ in range(self.num_sequences):
-                    sequence, position = next(stream)
-                    sequences.append(sequence)
-                positions.append(position)
-            yield np.array(sequences), positions
+            parts = [[next(stream) for _ in range(self.num_sequences)] for stream in streams]
+            sequences = [sequence for part in parts for sequence, _ in part]
+            yield np.array(sequences), [part[-1][1] for part in parts]
+
+
+def protect_worker(_worker):
+    """Make a worker ignore stop signals, because the current step still needs it. It ends together
+    with the training process."""
+    for signum in common.STOPS:
+        signal.signal(signum, signal.SIG_IGN)
+    # PR_SET_PDEATHSIG: Linux kills the worker when the training process ends, however it ends.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def passes_done(positions: list[dict]) -> int:
+    """Collective. How often all texts have been read. positions: of this rank's streams."""
+    states = [position["rows"] for position in positions]
+    while "repeat_index" not in states[0]:  # it is further inside
+        states = [state["examples_iterable"] for state in states]
+    fewest = torch.tensor(min(state["repeat_index"] for state in states))
+    dist.all_reduce(fewest, dist.ReduceOp.MIN)
+    return fewest.item()
 
 
 def batches_on_device(args, world, rows, tokenizer, positions):
@@ -536,9 +558,13 @@ def batches_on_device(args, world, rows, tokenizer, positions):
         StepBatches(args, world, rows, tokenizer, positions),
         batch_size=None,  # each item is a step
         num_workers=1,  # two would both yield every step
-        collate_fn=tuple,  # changes nothing; the default would make tensors
+        prefetch_factor=16,  # steps to prepare ahead
+        # Send NumPy arrays, through a pipe. Tensors would go through /dev/shm, small in Docker.
+        collate_fn=tuple,
         pin_memory=world.device.type != "cpu",  # a thread receives steps while this one trains
-        **common.WORKER_OPTIONS,
+        worker_init_fn=protect_worker,
+        # Linux would take the fork server of Python 3.14 for the worker's parent.
+        multiprocessing_context="fork",
     )
     steps = iter(loader)  # forks
     return ((common.to_device(sequences, world.device), after) for sequences, after in steps)
@@ -667,6 +693,7 @@ def main(args, world):
     common.note_stops()
     loss_sum = torch.zeros((), device=world.device)  # since the last printed line
     last_logged = step
+    passes = passes_done(progress["positions"]) if checkpoint else 0  # that have been printed
     start = time.perf_counter()
     waited = 0.0
 
@@ -708,13 +735,15 @@ def main(args, world):
             common.reset_peak(world.device)
             loss_sum.zero_()
             last_logged = step
+            if passes_done(own_positions) > passes:
+                passes = passes_done(own_positions)
+                common.say(f"data     all texts were read at least {passes} time(s)")
 
             if save_now:
                 gathered = [None] * world.size
                 dist.all_gather_object(gathered, own_positions)
-                # Rank 0 has streams 0, n, 2n, ..., rank 1 has streams 1, n + 1, ...
-                all_positions = list(itertools.chain.from_iterable(zip(*gathered, strict=True)))
-                progress = {"step": step, "positions": all_positions, "must_match": must_match}
+                positions = list(itertools.chain.from_iterable(gathered))
+                progress = {"step": step, "positions": positions, "must_match": must_match}
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now:  # without the validation that may be due, and without the export
                 common.say(f"stopped  at step {step}, checkpoint saved: continue with --resume")

@@ -5,7 +5,8 @@ Fine-tunes T5 to summarize articles, sharded with FSDP2 (`fully_shard`) or FSDP1
 backward, recomputing, offloading and checkpoints; for hybrids see lm_multinode.py. Without flags it
 needs no download: a small T5 learns built-in articles in about two minutes on two cores.
 
-    torchrun --nproc_per_node 2 t5_fsdp.py
+    torchrun --nproc_per_node 2 t5_fsdp.py --device cpu         # without GPUs, or with only one
+    torchrun --nproc_per_node gpu t5_fsdp.py                    # a process for each GPU
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --lr 3e-4 --compile \
         --dataset abisee/cnn_dailymail:3.0.0 --text-column article --summary-column highlights \
         --num-train-samples 0 --global-batch-size 128 --layers-per-unit 4 \
@@ -19,7 +20,7 @@ needs no download: a small T5 learns built-in articles in about two minutes on t
 
 Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard_with_fsdp2` (or its twin
 `shard_with_fsdp1`) and `train_step`. FSDP1 also differs in which ranks load the weights (`build`),
---backward-prefetch post, clipping (`train_step`) and `generate`, and lacks two flags.
+--backward-prefetch post, clipping (`train_step`) and `generate`, and lacks three flags.
 
 After each epoch, `best/` gets the model if its validation loss is the lowest. --checkpoint-every N
 also saves a checkpoint, to continue from, every N steps and after each epoch, before validation. A
@@ -192,14 +193,14 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
     # By default the root stays gathered after forward, because backward starts with it.
     fully_shard(model, **options)
 
-    for unit in [*layers, model]:
+    for module in [*layers, model]:
         if args.backward_prefetch == "none":
             # FSDP2 has no switch for this, and an empty list means the default. So let each unit
             # prefetch only itself: it is already gathered then.
-            unit.set_modules_to_backward_prefetch([unit])
+            module.set_modules_to_backward_prefetch([module])
         if world.device.type == "xpu":
             # On some machines oneCCL cannot average: sum, then divide.
-            unit.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)
 
     # 3. Allocate this rank's shards, and copy rank 0's weights into them.
     common.fill_shards(model, full_model, world, args.cpu_offload)
@@ -249,6 +250,7 @@ def prepare_layers(args, model: nn.Module) -> list[nn.Module]:
         names = [CheckpointWrapper.__name__]  # from here on, the wrappers are the layers
 
     layers = [module for module in model.modules() if type(module).__name__ in names]
+    common.check(layers, f"transformers does not name the layers of {type(model).__name__}")
     if args.compile:  # after wrapping: then recomputing needs less
         # The limit is for all T5Blocks together. Encoder and decoder have different graphs, and so
         # have training and validation.
@@ -303,8 +305,8 @@ def train_step(args, world, model, optimizer, batch) -> tuple[torch.Tensor, torc
         loss = summed_loss(model, micro_batch)
         # FSDP divides gradients by the number of ranks. Undo that, and divide by the number of
         # targets on all ranks: the gradient of the mean over the global batch, as in one process.
-        # Every backward reduces gradients to shards. The multi-node page's no_sync would keep those
-        # of the whole model on every rank.
+        # Every backward reduces gradients to shards. FSDP1's no_sync would keep those of the whole
+        # model on every rank.
         (loss * world.size / global_targets).backward()
         loss_sum += loss.detach()
 
@@ -388,16 +390,8 @@ def load_config_and_tokenizer(args, checkpoint, articles) -> tuple:
         first = articles[:4000]
         texts = first["text"] + first["summary"]
         tokenizer = common.train_tokenizer(texts, vocab_size=4096, append_eos=True)
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=128,
-        d_kv=16,
-        d_ff=256,
-        num_layers=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return config, tokenizer
+    shape = {"d_model": 128, "d_kv": 16, "d_ff": 256, "num_layers": 2, "dropout_rate": 0.0}
+    return T5Config(vocab_size=len(tokenizer), decoder_start_token_id=0, **shape), tokenizer
 
 
 def load_model(args, config) -> nn.Module:
@@ -408,30 +402,54 @@ def load_model(args, config) -> nn.Module:
     return common.load_pretrained(AutoModelForSeq2SeqLM, args.model, config)
 
 
+# The built-in articles. Their texts only imply what is done, so a model cannot copy the summary.
+SENTENCES = {
+    "Wash": "Hold the {} under the tap until no soil is left.",
+    "Peel": "Take the skin off the {} with a short knife.",
+    "Slice": "Turn the {} into pieces as thin as a coin.",
+    "Boil": "Leave the {} in a pot of bubbling water.",
+    "Fry": "Drop the {} into a pan of hot oil.",
+    "Freeze": "Keep the {} far below zero overnight.",
+}
+THINGS = "apples beans carrots mushrooms noodles onions pears potatoes spinach tomatoes".split()
+
+
+def builtin_articles() -> list[dict]:
+    """Make up articles with WikiHow's columns, the same on every machine."""
+    choose = random.Random(0)
+    articles = {}  # no two have one summary
+    for day in range(12_000):
+        sentences = []
+        headlines = []
+        for thing in choose.sample(THINGS, choose.randint(2, 3)):
+            verb = choose.choice(list(SENTENCES))
+            sentences.append(SENTENCES[verb].format(thing))
+            headlines.append(f"{verb} the {thing}.")
+        summary = "\n".join(headlines)
+        title = f"How to Spend Day {day} at Home"
+        articles[summary] = {"title": title, "text": " ".join(sentences), "headline": summary}
+    return list(articles.values())
+
+
 def tokenize(rows: dict, tokenizer, source_length: int, target_length: int) -> dict:
     """Return the token ids of some articles, without padding, and the lengths of the sources."""
     texts = ["summarize: " + text for text in rows["text"]]  # T5 was trained with this prefix
     sources = tokenizer(texts, truncation=True, max_length=source_length, return_length=True)
     targets = tokenizer(text_target=rows["summary"], truncation=True, max_length=target_length)
-    return {
-        "input_ids": sources["input_ids"],
-        "labels": targets["input_ids"],
-        "length": sources["length"],
-    }
+    return {**sources, "labels": targets["input_ids"]}
 
 
 def load_data(args, checkpoint) -> tuple:
     """Return the config and tokenizer of the model, tokenized articles to train on and to validate
     on, and a checksum of the dataset."""
-    train_set, validation_set = common.load_articles(
-        args.dataset, args.text_column, args.summary_column, args.max_summary_share
-    )
+    train_set, validation_set = common.load_articles(args, builtin_articles)
     checksum = common.checksum(train_set["content_hash"][:], validation_set["content_hash"][:])
     train_set = train_set.take(args.num_train_samples or len(train_set))
     validation_set = validation_set.take(args.num_validation_samples or len(validation_set))
 
     config, tokenizer = load_config_and_tokenizer(args, checkpoint, train_set)
     tokenizer.padding_side = "right"  # on the left, targets would begin with padding
+    tokenizer.truncation_side = "right"  # on the left, prefix and beginning would be cut off
     has_eos = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
     common.check(has_eos, f"the tokenizer of --model {args.model} ends no text with EOS")
     common.print_lost_text(tokenizer, train_set[:1000]["summary"])
@@ -470,21 +488,12 @@ def indices_of_steps(args, world, lengths, step: int):
         done = 0
 
 
-def load_batches(articles, indices, collate, world, **workers):
-    """Return an iterator over padded batches on this rank's device. `indices`: a list of them for
-    each batch. Workers are forks: start them before `build`, or they would keep a copy of all that
-    a step rewrites on the CPU."""
-    loader = DataLoader(
-        articles.select_columns(["input_ids", "labels"]),
-        batch_sampler=indices,
-        collate_fn=collate,
-        **workers,
-    )
-    batches = iter(loader)  # forks
-    return (
-        {name: common.to_device(array, world.device) for name, array in arrays.items()}
-        for arrays in batches
-    )
+def load_batches(articles, indices, collate, world):
+    """Yield padded batches on this rank's device. `indices`: a list of them for each batch. Padding
+    64 articles takes 3 ms, so no worker process does it."""
+    articles = articles.select_columns(["input_ids", "labels"])
+    for arrays in DataLoader(articles, batch_sampler=indices, collate_fn=collate):
+        yield {name: common.to_device(array, world.device) for name, array in arrays.items()}
 
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -562,7 +571,7 @@ def main(args, world):
         world, lambda: load_data(args, checkpoint)
     )
     must_match = common.check_same(args, MUST_MATCH, checksum, config, progress)
-    # It pads labels with -100. For "np", see common.WORKER_OPTIONS.
+    # It pads labels with -100.
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8, return_tensors="np")
     steps_per_epoch = len(train_set) // args.global_batch_size
     message = f"{len(train_set)} articles cannot fill --global-batch-size {args.global_batch_size}"
@@ -572,16 +581,13 @@ def main(args, world):
         f" {steps_per_epoch:,} steps of {args.global_batch_size} an epoch"
     )
 
-    # Where the run stands: the steps done, and the lowest validation loss
+    # Where the run stands
     step = progress.get("step", 0)
     best_loss = progress.get("best_loss", math.inf)
+    epoch_sums = progress.get("epoch_sums", [0.0, 0.0])  # loss and targets of this epoch's steps
     num_steps = args.max_steps or args.epochs * steps_per_epoch
-    workers = {}
-    if world.device.type != "cpu":
-        # pin_memory starts a thread that receives batches while this one trains.
-        workers = {"num_workers": 2, "pin_memory": True, **common.WORKER_OPTIONS}
     indices = indices_of_steps(args, world, train_set["length"][:], step)
-    batches = load_batches(train_set, indices, collate, world, **workers)
+    batches = load_batches(train_set, indices, collate, world)
 
     # Model
     model, meta_model, optimizer = build(args, world, config)
@@ -590,9 +596,14 @@ def main(args, world):
     if args.print_model:
         common.say(str(model))
 
-    def validate_and_export(step: int, best_loss: float) -> float:
-        """Validate, and save the model if it is the best so far. Return the lowest loss. Without
-        validation the latest model counts as the best."""
+    def end_epoch(step: int):
+        """Print the mean loss of the epoch, validate, and save the model if it is the best so far.
+        Without validation the latest model counts as the best."""
+        nonlocal best_loss, epoch_sums
+        if epoch_sums[1] > 0 and step % steps_per_epoch == 0:  # a run may end within an epoch
+            epoch_loss = epoch_sums[0] / epoch_sums[1]
+            log.metrics({"step": step, "epoch": step // steps_per_epoch, "epoch_loss": epoch_loss})
+            epoch_sums = [0.0, 0.0]
         val_loss = math.inf
         if args.run_validation:
             val_loss = validate(args, world, model, validation_set, collate, log, step)
@@ -600,14 +611,14 @@ def main(args, world):
             best_loss = val_loss
             common.export(model, meta_model, tokenizer, best_folder, world)
             common.say(f"saved    the model to {best_folder} (replaces any earlier one)")
-        return best_loss
 
     if checkpoint:
         common.load_checkpoint(checkpoint, model, optimizer)
         common.say(f"resumed  from step {step} of {num_steps}")
-        if progress["epoch_ends"]:  # the checkpoint is from before the validation
-            best_loss = validate_and_export(step, best_loss)
-    elif args.run_validation:
+    # A checkpoint at the end of an epoch is from before the validation.
+    if progress.get("epoch_ends") or step >= num_steps:
+        end_epoch(step)
+    elif args.run_validation and not checkpoint:
         validate(args, world, model, validation_set, collate, log, step)
 
     # Train
@@ -637,6 +648,8 @@ def main(args, world):
         save_now = stop_now or save_due
         if save_now or epoch_ends or step == 1 or step % args.log_every == 0:
             loss_sum, num_targets, num_tokens = common.sum_over_ranks(totals)
+            epoch_sums[0] += loss_sum
+            epoch_sums[1] += num_targets
             seconds = time.perf_counter() - start
             speed = num_tokens / seconds
             record = {
@@ -655,14 +668,19 @@ def main(args, world):
 
             if save_now:
                 # Before validation and export: if they fail, --resume repeats only them.
-                progress = {"step": step, "epoch_ends": epoch_ends, "best_loss": best_loss}
-                progress["must_match"] = must_match
+                progress = {
+                    "step": step,
+                    "epoch_ends": epoch_ends,
+                    "epoch_sums": epoch_sums,
+                    "best_loss": best_loss,
+                    "must_match": must_match,
+                }
                 common.save_checkpoint(progress, args, model, optimizer, tokenizer)
             if stop_now:  # without the validation that may be due
                 common.say(f"stopped  at step {step}, checkpoint saved: continue with --resume")
                 return
             if epoch_ends:
-                best_loss = validate_and_export(step, best_loss)
+                end_epoch(step)
             start = time.perf_counter()  # do not count validation and saving
             waited = 0.0
 

@@ -42,7 +42,6 @@ MODULES = {
 
 # ---- common.py -------------------------------------------------------------------------------------------------------
 UserError = common.UserError
-builtin_article = common.builtin_article
 peak_gib = common.peak_gib
 train_tokenizer = common.train_tokenizer
 print_lost_text = common.print_lost_text
@@ -67,12 +66,18 @@ draw_digits = mnist_fsdp.draw_digits
 # ---- t5_fsdp.py ------------------------------------------------------------------------------------------------------
 T5_STRATEGIES = tuple(t5_fsdp.RESHARD)
 t5_tokenize = t5_fsdp.tokenize
+builtin_articles = functools.cache(t5_fsdp.builtin_articles)
+
+
+def builtin_article(index):
+    return builtin_articles()[index % len(builtin_articles())]
 
 
 def t5_articles(path, text="text", summary="headline"):
     """Two datasets of texts and summaries, for training and validation, as one process loads them."""
+    args = parse("t5_fsdp.py", "--dataset", path, "--text-column", text, "--summary-column", summary)
     with mock.patch("torch.distributed.get_rank", return_value=0):
-        return common.load_articles(str(path), text, summary, 0.75)
+        return common.load_articles(args, builtin_articles)
 
 
 # ---- lm_multinode.py -------------------------------------------------------------------------------------------------

@@ -171,14 +171,15 @@ def test_a_chain_of_resumes_reads_what_one_run_reads(kind, tmp_path, tokenizer, 
     assert sequences == expected
 
 
-# The number of texts, --global-batch-size, and numbers of processes. With more than eight, there are more streams.
+# The number of texts, --global-batch-size, and numbers of processes
 SIZES = [
-    (300, 16, (1, 2, 4, 8)),
+    (300, 16, (1, 2, 4, 8, 16)),
+    (300, 48, (1, 2, 4, 8, 16)),
     (8, 4, (1, 2, 4)),
-    (300, 18, (3, 6)),
-    (300, 20, (5,)),
+    (300, 24, (3, 6, 12)),
+    (300, 20, (5, 10)),
     (300, 21, (7,)),
-    (300, 24, (12,)),
+    (300, 64, (32,)),
 ]
 
 

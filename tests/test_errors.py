@@ -43,13 +43,13 @@ MISTAKES = [
     ("t5_fsdp.py --dataset absent.csv", 2, "--dataset absent.csv", "absent.csv'"),  # datasets'
     ("t5_fsdp.py --dataset columns.jsonl", 1, "--dataset columns.jsonl", "text", "body"),
     ("t5_fsdp.py --dataset numbers.jsonl", 1, "--dataset numbers.jsonl", "404 is not a text"),
-    ("t5_fsdp.py --dataset empty.csv", 1, "--dataset empty.csv", "--max-summary-share"),
+    ("t5_fsdp.py --dataset empty.csv", 1, "--dataset", "--max-summary-share"),
     ("lm_multinode.py --dataset someone/absent", 1, "--dataset someone/absent"),  # datasets'
     ("lm_multinode.py --dataset columns.jsonl", 2, "--dataset columns.jsonl", "text", "body"),
     ("lm_multinode.py --dataset mixed.jsonl", 1, "--dataset mixed.jsonl", "/text"),  # pyarrow's
     ("lm_multinode.py --dataset several/", 2, "--dataset several/", ".jsonl", "'folder/*.jsonl'"),
-    ("lm_multinode.py --dataset notes.md", 1, "--dataset notes.md", "the ending .csv"),
-    ("t5_fsdp.py --dataset 'several/*'", 1, "--dataset several/*", "the ending .csv"),
+    ("lm_multinode.py --dataset notes.md", 1, "--dataset notes.md", "end in .csv"),
+    ("t5_fsdp.py --dataset 'several/*'", 1, "--dataset several/*", "end in .csv"),
     ("lm_multinode.py --dataset numbers.jsonl", 1, "column text", "int"),
     ("lm_multinode.py --dataset 'absent/*.jsonl'", 1, "absent/*.jsonl", "no such files"),
     ("lm_multinode.py --dataset one.txt", 1, "--dataset one.txt", "too few texts"),
