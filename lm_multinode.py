@@ -459,6 +459,13 @@ def cut(tokens: list[int], length: int) -> list[list[int]]:
     return [tokens[first : first + length + 1] for first in range(0, len(tokens) - length, length)]
 
 
+def num_passes(state: dict) -> int:
+    """How often a repeated dataset has been read to its end, from its `state_dict()`."""
+    while "repeat_index" not in state:  # it is further inside
+        state = state["examples_iterable"]
+    return state["repeat_index"]
+
+
 def read_stream(args, rows, tokenizer, index, num_streams, position):
     """Yield the sequences of stream `index`, without end, and the position after each of them."""
     rows = rows.filter(are_trained_on, input_columns=[args.text_column], batched=True).repeat(None)
@@ -470,7 +477,8 @@ def read_stream(args, rows, tokenizer, index, num_streams, position):
     # A position holds what makes the sequences of the current texts again. rows: where the reader
     # was before these texts. rest: tokens left over from earlier texts, too few for a sequence.
     # used: how many sequences of these texts have been yielded. window: how many characters these
-    # texts have, about 125 sequences, which are tokenized at once and then shuffled.
+    # texts have, about 125 sequences, which are tokenized at once and then shuffled. passes: how
+    # often the stream has read its part of the dataset, after these texts.
     window = min(max(100_000, 500 * args.seq_length), CHARACTERS_AT_ONCE)
     first = window * (1 + index % MAX_STREAMS) // MAX_STREAMS  # or all would tokenize in one step
     position = position or {"rows": rows.state_dict(), "rest": [], "used": 0, "window": first}
@@ -488,9 +496,11 @@ def read_stream(args, rows, tokenizer, index, num_streams, position):
         rest = tokens[len(sequences) * args.seq_length :]
         # Neighbors are often parts of one text. The sum is a seed that differs from batch to batch.
         random.Random(hash((args.seed, sum(tokens)))).shuffle(sequences)
+        state = rows.state_dict()
+        position["passes"] = num_passes(state)
         for used in range(position["used"], len(sequences)):
             yield sequences[used], {**position, "used": used + 1}
-        position = {"rows": rows.state_dict(), "rest": rest, "used": 0, "window": window}
+        position = {"rows": state, "rest": rest, "used": 0, "window": window}
         texts = []
         num_characters = 0
 
@@ -530,16 +540,6 @@ def protect_worker(_worker):
         signal.signal(signum, signal.SIG_IGN)
     # PR_SET_PDEATHSIG: Linux kills the worker when the training process ends, however it ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def passes_done(positions: list[dict]) -> int:
-    """Collective. How often all texts have been read. positions: of this rank's streams."""
-    states = [position["rows"] for position in positions]
-    while "repeat_index" not in states[0]:  # it is further inside
-        states = [state["examples_iterable"] for state in states]
-    fewest = torch.tensor(min(state["repeat_index"] for state in states))
-    dist.all_reduce(fewest, dist.ReduceOp.MIN)
-    return fewest.item()
 
 
 def batches_on_device(args, world, rows, tokenizer, positions):
@@ -693,7 +693,7 @@ def main(args, world):
     common.note_stops()
     loss_sum = torch.zeros((), device=world.device)  # since the last printed line
     last_logged = step
-    passes = passes_done(progress["positions"]) if checkpoint else 0  # that have been printed
+    passes = min((p["passes"] for p in progress.get("positions", [])), default=0)  # as printed
     start = time.perf_counter()
     waited = 0.0
 
@@ -735,8 +735,10 @@ def main(args, world):
             common.reset_peak(world.device)
             loss_sum.zero_()
             last_logged = step
-            if passes_done(own_positions) > passes:
-                passes = passes_done(own_positions)
+            fewest = torch.tensor(min(position["passes"] for position in own_positions))
+            dist.all_reduce(fewest, dist.ReduceOp.MIN)
+            if fewest > passes:
+                passes = fewest.item()
                 common.say(f"data     all texts were read at least {passes} time(s)")
 
             if save_now:

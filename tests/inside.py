@@ -5,6 +5,7 @@ script in each process, before its main runs. A change injects a fault or record
 """
 
 import copy
+import errno
 import functools
 import importlib.util
 import itertools
@@ -144,11 +145,16 @@ def as_batch(sequences):
     return {"input_ids": sequences[:, :-1], "labels": sequences[:, 1:]}
 
 
+def lm_ranks(args, tokenizer, size, positions=None, script=lm_multinode):
+    """Yield each step without a worker process: the sequences of each rank, and the positions of its streams."""
+    rows = script.open_texts(args)
+    worlds = [world_of(rank, size) for rank in range(size)]
+    return zip(*(script.StepBatches(args, world, rows, tokenizer, positions) for world in worlds), strict=True)
+
+
 def lm_steps(args, tokenizer, script=lm_multinode, size=1):
     """Yield each step without a worker process: a list of the streams' sequences as arrays, ordered by rank."""
-    rows = script.open_texts(args)
-    ranks = [script.StepBatches(args, world_of(rank, size), rows, tokenizer, None) for rank in range(size)]
-    for parts in zip(*ranks, strict=True):
+    for parts in lm_ranks(args, tokenizer, size, script=script):
         streams = []
         for sequences, positions in parts:
             streams += map(as_batch, numpy.split(sequences, len(positions)))
@@ -291,6 +297,41 @@ def kill_in_save(script, save):
         return written
 
     torch.distributed.checkpoint.FileSystemWriter.write_data = write_and_die
+
+
+def lose_file(script):
+    """Make the LM's worker fail as where a server has lost a file, after it has sent one step."""
+    iterate = script.StepBatches.__iter__
+
+    def iterate_and_fail(self):
+        yield next(iterate(self))
+        raise OSError(errno.ESTALE, "Stale file handle", "texts.jsonl")
+
+    script.StepBatches.__iter__ = iterate_and_fail
+
+
+def one_gpu(script):
+    """Pretend that this machine has one NVIDIA GPU. A process that takes it ends."""
+
+    def set_device(index):
+        os.write(2, f"set_device {index}\n".encode())
+        os._exit(1)
+
+    torch.accelerator.current_accelerator = lambda **_: torch.device("cuda")
+    torch.accelerator.device_count = lambda: 1
+    torch.accelerator.set_device_index = set_device
+
+
+def unname_layers(script):
+    """Let transformers not name the classes of the model's layers."""
+    load_model = script.load_model
+
+    def load_without_names(args, config):
+        model = load_model(args, config)
+        model._no_split_modules = set()
+        return model
+
+    script.load_model = load_without_names
 
 
 def own_folders(script):

@@ -197,6 +197,24 @@ def test_a_step_is_the_same_on_any_number_of_processes(num_texts, batch, sizes, 
     assert all(steps == steps_of_sizes[0] for steps in steps_of_sizes)
 
 
+def test_a_run_continues_on_other_numbers_of_processes(tmp_path, tokenizer, small_blocks):
+    args = lm_args(write_rows(tmp_path / "rows.jsonl", ROWS), global_batch_size=16)
+
+    def read(size, positions, count):
+        """Steps as they are, and the positions of all streams after them, through JSON."""
+        ranks = inside.lm_ranks(args, tokenizer, size, positions)
+        steps = [list(zip(*parts, strict=True)) for parts in itertools.islice(ranks, count)]
+        sequences = [np.concatenate(step[0]).tolist() for step in steps]
+        return sequences, json.loads(json.dumps([*itertools.chain.from_iterable(steps[-1][1])]))
+
+    expected, _ = read(1, None, 50)
+    steps, positions = read(8, None, 15)
+    for size, count in ((16, 20), (4, 15)):
+        more, positions = read(size, positions, count)
+        steps += more
+    assert steps == expected
+
+
 @pytest.mark.parametrize("counts", [[900], [290, 7, 250, 353], [1, 2] * 300])
 def test_every_text_comes_once_in_a_pass(counts, tmp_path, small_blocks):
     """Text i is words of its own, each one token. Some texts are held out by their content, one of them is in many
@@ -219,9 +237,11 @@ def test_every_text_comes_once_in_a_pass(counts, tmp_path, small_blocks):
             if position["used"] == 1 and tokens.total() > 3000:  # a pass has about 1,000; earlier blocks are whole
                 break
             tokens.update(sequence[:-1])  # the next sequence begins with the last token
+            num_passes = position["passes"]
         passes = {number: tokens[number] / len(trained[number - 1].split()) for number in set(tokens) - {0}}
         assert sum(share % 1 > 0 for share in passes.values()) <= 1  # the last text may be cut
         assert max(passes.values()) - min(passes.values()) <= 1
+        assert 0 <= min(passes.values()) - num_passes <= 1
         seen += passes
     assert sorted(seen) == [*range(1, 641)]
 
@@ -314,6 +334,12 @@ def test_a_csv_is_read_as_it_was_written_or_refused(case, tmp_path):
             assert read() == rows
         except inside.UserError as error:
             assert expected in str(error) and str(path) in str(error)
+
+
+def test_commas_do_not_separate_in_a_tsv(tmp_path):
+    texts = [row["text"].replace(" ", ", ") for row in SOME]
+    (tmp_path / "rows.TSV").write_text("\n".join(["text", *texts, ""]))
+    assert inside.lm_all_texts(lm_args(tmp_path / "rows.TSV")) == sorted(texts)
 
 
 def test_tabs_in_a_text_are_refused_where_tabs_separate(tmp_path):

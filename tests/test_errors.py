@@ -25,7 +25,7 @@ MISTAKES = [
     ("t5_fsdp.py --micro-batch-size 0", 2, "--micro-batch-size 0", "1 or more"),
     ("lm_multinode.py --log-every 0", 1, "--log-every 0", "1 or more"),
     ("t5_fsdp.py --lr nan", 1, "--lr nan", "0 or more"),
-    ("t5_fsdp.py --device tpu", 2, "--device tpu", "--device cpu"),
+    ("t5_fsdp.py --device cpu:0", 2, "--device cpu:0", "--device cpu"),
     ("t5_fsdp.py --output-dir file", 1, "'file'"),  # the system's
     ("lm_multinode.py --output-dir s3://bucket/run", 1, "--output-dir s3:", "folder of this machine"),
     ("t5_fsdp.py --model t5 --output-dir linked", 1, "replace --model", "--output-dir"),
@@ -169,7 +169,7 @@ def test_every_shard_of_a_checkpoint_must_be_in_one_folder(tmp_path):
 def test_only_one_of_two_processes_prints_what_tyro_says(flags, words, here):
     finished = run("t5_fsdp.py", *flags, processes=2, fork=True)
     assert finished.returncode == 2
-    assert words in finished.stderr and finished.stderr.count("╭") == 1
+    assert words in finished.stderr and finished.stderr.count("╭") == finished.stderr.count("error: ") == 1
 
 
 @pytest.mark.long
@@ -181,10 +181,10 @@ def test_different_data_on_two_nodes_is_refused(here):
 @pytest.mark.long
 def test_a_bad_row_on_one_rank_alone_is_one_sentence(tmp_path):
     """Its worker meets it in mid-run. The other rank, which then loses its connection, prints nothing."""
-    order = [*range(600)]
+    order = [*range(700)]
     random.Random(1).shuffle(order)
-    bad = order[321]  # the 41st file of stream 1 of 8, which reads 1,000 rows at once
-    for number in range(600):
+    bad = order[649]  # the 41st file of stream 9 of 16, which reads 1,000 rows at once
+    for number in range(700):
         rows = [f'"{builtin_article(30 * number + row)["text"][:120]}",{row}' for row in range(30)]
         rows[2] += "," if number == bad else ""
         (tmp_path / f"{number:03}.csv").write_text("\n".join(["text,id", *rows, ""]))
@@ -194,6 +194,28 @@ def test_a_bad_row_on_one_rank_alone_is_one_sentence(tmp_path):
     sentences = re.findall(r"^lm_multinode.py: error: .*", finished.stderr, re.M)
     assert len(sentences) == 1 and f"{bad:03}.csv, line 4: 3 fields" in sentences[0]
     assert losses(tmp_path)
+
+
+def test_a_file_that_vanishes_in_mid_run_is_one_sentence(tmp_path):
+    """The worker's traceback is not in it."""
+    flags = (*SMALL, "--max-steps", 9, "--validate-every", 0, "--output-dir", tmp_path)
+    words = ["error: [Errno 116] Stale file handle: 'texts.jsonl'"]
+    refuse("lm_multinode.py", *flags, words=words, change=("lose_file",))
+
+
+def test_more_processes_than_gpus_are_refused_unless_they_may_share(here):
+    change = ("one_gpu",)
+    refuse("lm_multinode.py", words=["2 processes", "--device cpu"], processes=2, device=None, change=change)
+    for name in ("CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE"):
+        finished = run("lm_multinode.py", processes=2, device=None, fork=True, change=change, **{name: "1"})
+        assert "2 processes" not in finished.stderr and "set_device 0" in finished.stderr
+
+
+def test_a_model_without_layers_is_refused(here):
+    """FSDP would gather it as a whole."""
+    for script in ("lm_multinode.py", T5):
+        script, *flags = shlex.split(script)
+        refuse(script, *flags, words=["does not name the layers of"], processes=2, change=("unname_layers",))
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="it would train on the Intel GPU here")

@@ -53,7 +53,7 @@ GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size"
 KINDS = {
     "gpt2": {**GPT2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
     "gpt_neox": SHAPE,
-    "opt": {**SHAPE, "word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0},
+    "opt": {**SHAPE, "word_embed_proj_dim": 32, "ffn_dim": 64, "dropout": 0.0, "layerdrop": 0.5},
     "phi": SHAPE,
     "llama": GROUPED,
     "mistral": {**GROUPED, "sliding_window": LENGTH},
@@ -185,14 +185,15 @@ def test_rows_of_models_have_the_published_sizes():
 
 # ---- T5 --------------------------------------------------------------------------------------------------------------
 T5 = ("--num-train-samples", 24, "--num-validation-samples", 0, "--global-batch-size", 8, "--max-steps", 2)
-T5 = (*T5, "--micro-batch-size", 4, "--max-target-length", 15, "--log-every", 1, "--precision", "fp32")
+T5 = (*T5, "--micro-batch-size", 4, "--max-source-length", 30, "--max-target-length", 15, "--log-every", 1)
+T5 = (*T5, "--precision", "fp32")
 
 
 def load_and_validate(folder, articles_csv):
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right", truncation_side="right")
     _, articles = t5_articles(articles_csv)
-    [batch] = t5_batches(t5_samples(articles, tokenizer, 512, 15), tokenizer, len(articles))
+    [batch] = t5_batches(t5_samples(articles, tokenizer, 30, 15), tokenizer, len(articles))
     with torch.no_grad():
         return model, t5_loss(model.eval(), batch).item()
 
@@ -206,7 +207,7 @@ def make_family(root, articles_csv):
         "umt5": make_model(root / "umt5", "umt5", is_tied=False),
         "byt5": make_model(root / "byt5", is_tied=False, vocab_size=384),
     }
-    change(models["flan"] / "tokenizer_config.json", padding_side="left")
+    change(models["flan"] / "tokenizer_config.json", padding_side="left", truncation_side="left")
     change(models["t5"] / "config.json", attn_implementation="eager")  # in which transformers attends to padding
     for file in models["byt5"].glob("tokenizer*"):
         file.unlink()

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGe
 from inside import LM_STRATEGIES, NETWORKS, T5_STRATEGIES, draw_digits, parse, t5_articles
 
 STEPS = 4
-GLOBAL_BATCH = 24  # divisible by 1, 2, 3, 4 and 8 processes; the LM has eight streams, or six on 3 processes
+GLOBAL_BATCH = 24  # divisible by 1, 2, 3, 4 and 8 processes; the LM has eight streams, or twelve on 3 processes
 SEED = 3  # no flag here has its default value, so a test would notice a flag that is ignored
 
 
@@ -115,7 +115,7 @@ def test_the_lm_equals_a_plain_loop(train, tiny_llama, texts, processes, tmp_pat
     rows = {name: (*flags, "--shards-per-replica", shards) for name, flags in LM_ROWS.items()}
     train("lm_multinode.py", rows, processes, change=["record_shards"])
     for name, flags in rows.items():
-        # Each of 3 processes has two of six streams.
+        # Each of 3 processes has four of twelve streams.
         check_curves(tmp_path / name, train_lm_plainly(tiny_llama, texts, 3 if processes == 3 else 1))
         assert set(read_shards(tmp_path / name)["offloaded"]) <= {"--cpu-offload" in flags}, name
         # Processes that hold the same shard hold the same bits. No others do.

@@ -2,6 +2,7 @@
 rounding on another number of processes. It refuses what would not be the same run."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from shared import patched
 from test_errors import refuse
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from inside import builtin_article
+from inside import builtin_article, lm_is_held_out
 
 LM_SCRIPT = "lm_multinode.py"
 T5_SCRIPT = "t5_fsdp.py"
@@ -46,7 +47,7 @@ def results(folder):
     """The losses and validation losses of each step. If a step ran twice, the last loss counts."""
     values = {}
     for row in records(folder, "step"):
-        for name in ("loss", "val_loss"):
+        for name in ("loss", "val_loss", "epoch_loss"):
             if name in row:
                 values[name, row["step"]] = row[name]
     return values
@@ -82,7 +83,7 @@ CHAINS = {
     "t5, fsdp1": (T5_SCRIPT, ("--max-steps", 6, "--fsdp-version", 1), 0.1, [(2, stop(3), 3), (2, None, 3)]),
 }
 LONG_CHAINS = {
-    # Six streams
+    # Twelve streams
     "lm, three": (LM_SCRIPT, ("--global-batch-size", 24), 0.0, [(3, stop(2), 2), (2, stop(2), 4), (6, None, 4)]),
     "lm, two nodes": (LM_SCRIPT, ("--sharding-strategy", "HYBRID_SHARD"), 0.1, [(4, stop(4), 4), (4, None, 4)]),
     "t5, other numbers": (T5_SCRIPT, ("--checkpoint-every", 3), 0.0, [(2, KILL, 3), (4, stop(4), 7), (1, None, 8)]),
@@ -135,6 +136,39 @@ def test_64_processes_stop_and_32_or_one_continue(tiny_llama, texts, tmp_path):
     many, one = losses(tmp_path / "many"), losses(tmp_path / "one")
     assert list(many) == [1, 2, 3, 4] and list(one) == [3, 4]
     assert one == pytest.approx({step: many[step] for step in one}, **AFTER_ADAM)
+
+
+def test_a_run_that_is_at_its_end_validates_and_exports(articles_csv, tiny_model, tmp_path):
+    """It was stopped within its first epoch, and goes no further; or it trains for no epoch."""
+    flags = (*T5, "--dataset", articles_csv, "--model", tiny_model, "--resume")
+    run_many(T5_SCRIPT, {tmp_path / "stopped": flags}, change=stop(2))
+    assert not (tmp_path / "stopped/best").exists()
+    settings = {tmp_path / "stopped": (*flags, "--max-steps", 1), tmp_path / "none": (*flags, "--epochs", 0)}
+    run_many(T5_SCRIPT, settings)
+    for folder, step in zip(settings, (2, 0), strict=True):
+        assert records(folder, "val_loss")[-1]["step"] == step
+        AutoModelForSeq2SeqLM.from_pretrained(folder / "best")
+
+
+def test_each_pass_over_the_texts_is_counted_once(tiny_llama, texts, tmp_path):
+    """Also after a resume, on another number of processes. What was read is what was trained on, and up to a window."""
+    lines = texts.read_text().splitlines(keepends=True)[:60]
+    (tmp_path / "few.jsonl").write_text("".join(lines))
+    flags = (*SMALL, "--model", tiny_llama, "--dataset", tmp_path / "few.jsonl", "--validate-every", 0)
+    flags = (*flags, "--no-save-model", "--log-every", 5, "--checkpoint-every", 100, "--resume")
+    first, second = (
+        run_many(LM_SCRIPT, {tmp_path: (*flags, "--max-steps", steps)}, processes).stdout
+        for processes, steps in ((2, 100), (1, 200))
+    )
+    counts = [list(map(int, re.findall("^data .* at least (.+) time", text, re.M))) for text in (first, second)]
+    assert 0 < counts[0][-1] < counts[1][0] and all(values == sorted(set(values)) for values in counts)
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    trained = [text for text in (json.loads(line)["text"] for line in lines) if not lm_is_held_out(text)]
+    num_tokens = sum(map(len, tokenizer(trained)["input_ids"]))
+    num_passes = 200 * 16 * 32 / num_tokens
+    window = 100_000 / (sum(map(len, trained)) / 16)  # of a stream, in passes
+    assert num_passes - 1 <= counts[1][-1] <= num_passes + window
 
 
 # ---- What may change, and what may not -------------------------------------------------------------------------------
@@ -259,11 +293,11 @@ def test_what_is_not_finite_stops_all_and_is_not_saved(script, change, saved_ste
 @pytest.mark.long
 def test_the_best_model_stays_the_best_after_a_resume(tiny_model, articles_csv, tmp_path):
     """A resumed run first validates, and saves if need be, the model that the run before has ended with."""
-    flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--lr", 5, "--checkpoint-every", 9, "--resume")
+    flags = (*T5, "--model", tiny_model, "--dataset", articles_csv, "--checkpoint-every", 9, "--resume")
     run_many(T5_SCRIPT, {tmp_path / "one": (*flags, "--max-steps", 1)}, 2)
     weights = (tmp_path / "one" / "best" / "model.safetensors").read_bytes()
-    for steps, saving in ((1, "--no-save-model"), (2, "--save-model"), (3, "--save-model")):
-        run_many(T5_SCRIPT, {tmp_path / "three": (*flags, "--max-steps", steps, saving)}, 2)
+    for steps, *more in ((1, "--no-save-model"), (2, "--lr", 5), (3, "--lr", 5)):
+        run_many(T5_SCRIPT, {tmp_path / "three": (*flags, "--max-steps", steps, *more)}, 2)
     _, best, again, worse, worse_again, worst = curve(tmp_path / "three", "val_loss")
     assert best == again < worse == worse_again and best < worst
     assert (tmp_path / "three" / "best" / "model.safetensors").read_bytes() == weights

@@ -5,13 +5,14 @@ import math
 import os
 import re
 import shutil
+import statistics
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 import pytest
 from conftest import CLOSE, SMALL, curve, hub, long, make_llama, records, run_many, succeed
-from plain import lm_validation_loss, t5_samples
+from plain import lm_validation_loss, t5_ordered, t5_samples
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file
 from transformers import (
@@ -47,6 +48,10 @@ def test_the_second_run_of_mnist_ends_with_both(network, small_mnist, tmp_path):
     local, sharded = records(tmp_path, "loss")
     assert (local["mode"], local["processes"]) == ("local", 1)
     assert (sharded["mode"], sharded["processes"]) == ("fsdp", 2)
+    for row in (local, sharded):
+        assert re.search(
+            rf"^{network} .* {row['epoch']} \| .* \| {row['loss']:.4f} +\| +{row['test_loss']:.4f} ", printed, re.M
+        )
     other = run_many("mnist_fsdp.py", [(*flags, "--seed", 2, "--print-model")], 2).stdout
     assert len(re.findall(rf"^{network} +\| ", other, re.M)) == 2  # its epoch, and a table without the other runs
     if network == "shallow":
@@ -66,16 +71,23 @@ def test_the_second_run_of_mnist_ends_with_both(network, small_mnist, tmp_path):
 def test_t5_prints_what_runs_and_rouge_equals_that_of_plain_transformers(tmp_path):
     """rouge_score scores the first 100 of 103 articles. Three processes must count each once, in several batches."""
     flags = ("--num-train-samples", 240, "--epochs", 1, "--global-batch-size", 24, "--lr", 5e-3, "--precision", "fp32")
-    flags += ("--num-validation-samples", 103, "--test-batch-size", 7, "--max-target-length", 16)
+    flags += ("--num-validation-samples", 103, "--test-batch-size", 7, "--max-target-length", 16, "--log-every", 1)
     printed = run_many("t5_fsdp.py", {tmp_path: flags}, 3).stdout
     assert 0 < curve(tmp_path, "waited")[-1] < 1
     model, tokenizer = (kind.from_pretrained(tmp_path / "best") for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
-    facts = ["3 x cpu", torch.__version__, "FSDP2", "FULL_SHARD", f"{model.num_parameters():,}", "8,668"]
+    facts = ["3 x cpu", torch.__version__, "FSDP2", "FULL_SHARD", f"{model.num_parameters():,}", "8,653"]
     facts += [f"{name} {curve(tmp_path, name)[-1]:.4f}" for name in ROUGE]
     for fact in (*facts, "\narticle ", "\nreference ", "\nsummary ", "metrics.jsonl"):
         assert fact in printed
 
-    articles = inside.t5_articles("builtin")[1].take(100)
+    train, validation = inside.t5_articles("builtin")
+    batches = t5_ordered(t5_samples(train.take(240), tokenizer, 512, 16), 24)
+    targets = [sum(len(sample["labels"]) for sample in batch) for batch in batches]
+    mean = statistics.fmean(curve(tmp_path), targets)
+    assert records(tmp_path, "epoch_loss")[0]["epoch"] == 1
+    assert curve(tmp_path, "epoch_loss") == pytest.approx([mean], **CLOSE)
+
+    articles = validation.take(100)
     batch = DataCollatorForSeq2Seq(tokenizer)(t5_samples(articles, tokenizer, 512, 16))
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     texts = tokenizer.batch_decode(model.generate(**inputs, max_new_tokens=16), skip_special_tokens=True)
@@ -166,10 +178,10 @@ def test_a_narrow_model_keeps_small_updates_on_average(dtype, texts, tmp_path):
 
 @pytest.mark.long
 def test_an_export_replaces_a_whole_model_and_nothing_else(tiny_llama, tmp_path):
-    """Its tokenizer has a chat template. Modes follow the umask."""
+    """Its tokenizer has two chat templates. Modes follow the umask."""
     bases = [shutil.copytree(tiny_llama, tmp_path / name) for name in ("with", "without")]
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     tokenizer.save_pretrained(bases[0])
     model = tmp_path / "output" / "model"
     (model / "notes").mkdir(parents=True)

@@ -34,7 +34,8 @@ from inside import MODULES, lm_shape, lm_stream, parse, set_up
 
 SIZES = (8, 64, 256, 1024)
 FLAGS = ("lm_multinode.py", "--device", "cpu", "--precision", "fp32", "--seq-length", 1024)
-common = MODULES["lm_multinode.py"].common
+script = MODULES["lm_multinode.py"]
+common = script.common
 
 
 def forked(measure, *arguments, size: int = 1):
@@ -45,7 +46,7 @@ def forked(measure, *arguments, size: int = 1):
 
 
 def run_rank(rank: int, size: int, port: int, sender, measure, arguments: tuple) -> None:
-    common.protect_worker(None)  # it ends together with the benchmark,
+    script.protect_worker(None)  # it ends together with the benchmark,
     signal.alarm(1800)  # or after 30 minutes
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ |= {"LOCAL_RANK": str(rank % 8), "LOCAL_WORLD_SIZE": str(min(size, 8))}

@@ -35,7 +35,7 @@ import shared
 from matplotlib import pyplot
 from transformers import AutoTokenizer
 
-from inside import common, lm_steps, parse
+from inside import lm_steps, parse
 
 # The flags on a CPU, and on a GPU
 LM = {
@@ -98,7 +98,7 @@ def share_of_waiting(data: Path, step_seconds: float, num_steps: int = 300) -> f
     tokenizer = AutoTokenizer.from_pretrained(data.parents[1] / "lm/model")
     steps = lm_steps(args, tokenizer)
     next(steps)  # while the model is made
-    made = collections.deque([0.0] * common.WORKER_OPTIONS["prefetch_factor"])  # when the last steps were taken
+    made = collections.deque([0.0] * 16)  # when the last steps were taken; 16 is the script's prefetch_factor
     worker, trainer, waited = 0.0, 0.0, 0.0
     for _ in range(num_steps):
         start = time.process_time()
