@@ -381,7 +381,7 @@ def load_model(args, config) -> nn.Module:
 # streams among them. With 16 streams a step is the same on 1, 2, 4, 8 and 16 processes, and a run
 # can resume on any of these. See StepBatches for other numbers.
 MAX_STREAMS = 16
-CHARACTERS_AT_ONCE = 2_000_000  # that a stream tokenizes, at most, or one text if it is longer
+CHARACTERS_AT_ONCE = 2_000_000  # that a stream tokenizes, at most, and the text that exceeds them
 
 
 def open_texts(args) -> datasets.IterableDataset:

@@ -1,5 +1,6 @@
 """A small Llama learns to count: `torchrun --nproc_per_node 2 docs/minimal.py`.
 
+With only one GPU, use CPUs: `CUDA_VISIBLE_DEVICES= torchrun --nproc_per_node 2 docs/minimal.py`.
 Without the 16 lines marked FSDP, and the four that show a shard, it is a loop for one process.
 """
 

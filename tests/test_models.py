@@ -219,7 +219,7 @@ def make_family(root, articles_csv):
     texts = root / "texts"
     texts.write_text("\n".join(t5_articles(articles_csv)[0]["text"]))
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-    SentencePieceTrainer.train(input=str(texts), model_prefix=str(models["mt5"] / "spiece"), vocab_size=80, **ids)
+    SentencePieceTrainer.train(input=str(texts), model_prefix=str(models["mt5"] / "spiece"), vocab_size=64, **ids)
     return models
 
 
