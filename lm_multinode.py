@@ -379,7 +379,7 @@ def load_model(args, config) -> nn.Module:
 
 # A step takes the same number of sequences from every *stream* of texts, and the ranks divide the
 # streams among them. With 16 streams a step is the same on 1, 2, 4, 8 and 16 processes, and a run
-# can resume on any of these. See StepBatches for other numbers.
+# can resume on any of these.
 MAX_STREAMS = 16
 CHARACTERS_AT_ONCE = 2_000_000  # that a stream tokenizes, at most, and the text that exceeds them
 
@@ -459,13 +459,6 @@ def cut(tokens: list[int], length: int) -> list[list[int]]:
     return [tokens[first : first + length + 1] for first in range(0, len(tokens) - length, length)]
 
 
-def num_passes(state: dict) -> int:
-    """How often a repeated dataset has been read to its end, from its `state_dict()`."""
-    while "repeat_index" not in state:  # it is further inside
-        state = state["examples_iterable"]
-    return state["repeat_index"]
-
-
 def read_stream(args, rows, tokenizer, index, num_streams, position):
     """Yield the sequences of stream `index`, without end, and the position after each of them."""
     rows = rows.filter(are_trained_on, input_columns=[args.text_column], batched=True).repeat(None)
@@ -496,8 +489,10 @@ def read_stream(args, rows, tokenizer, index, num_streams, position):
         rest = tokens[len(sequences) * args.seq_length :]
         # Neighbors are often parts of one text. The sum is a seed that differs from batch to batch.
         random.Random(hash((args.seed, sum(tokens)))).shuffle(sequences)
-        state = rows.state_dict()
-        position["passes"] = num_passes(state)
+        state = repeated = rows.state_dict()
+        while "repeat_index" not in repeated:  # the state of `repeat` is further inside
+            repeated = repeated["examples_iterable"]
+        position["passes"] = repeated["repeat_index"]
         for used in range(position["used"], len(sequences)):
             yield sequences[used], {**position, "used": used + 1}
         position = {"rows": state, "rest": rest, "used": 0, "window": window}
@@ -511,8 +506,7 @@ class StepBatches(IterableDataset):
     def __init__(self, args, world, rows, tokenizer, positions):
         if positions is None:
             num_streams = math.gcd(args.global_batch_size, MAX_STREAMS)
-            if num_streams % world.size != 0:
-                # As many as possible, so that a resumed run can have more processes.
+            if num_streams % world.size != 0:  # then as many as possible, to resume on more
                 counts = range(world.size, max(MAX_STREAMS, world.size) + 1, world.size)
                 num_streams = max(n for n in counts if args.global_batch_size % n == 0)
             positions = [None] * num_streams

@@ -203,7 +203,8 @@ def test_a_file_that_vanishes_in_mid_run_is_one_sentence(tmp_path):
     refuse("lm_multinode.py", *flags, words=words, change=("lose_file",))
 
 
-def test_more_processes_than_gpus_are_refused_unless_they_may_share(here):
+def test_more_processes_than_gpus_are_refused_unless_they_may_share(here, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     change = ("one_gpu",)
     refuse("lm_multinode.py", words=["2 processes", "--device cpu"], processes=2, device=None, change=change)
     for name in ("CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE"):
