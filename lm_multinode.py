@@ -470,8 +470,7 @@ def read_stream(args, rows, tokenizer, index, num_streams, position):
     # A position holds what makes the sequences of the current texts again. rows: where the reader
     # was before these texts. rest: tokens left over from earlier texts, too few for a sequence.
     # used: how many sequences of these texts have been yielded. window: how many characters these
-    # texts have, about 125 sequences, which are tokenized at once and then shuffled. passes: how
-    # often the stream has read its part of the dataset, after these texts.
+    # texts have, about 125 sequences, which are tokenized at once and then shuffled.
     window = min(max(100_000, 500 * args.seq_length), CHARACTERS_AT_ONCE)
     first = window * (1 + index % MAX_STREAMS) // MAX_STREAMS  # or all would tokenize in one step
     position = position or {"rows": rows.state_dict(), "rest": [], "used": 0, "window": first}
@@ -489,15 +488,19 @@ def read_stream(args, rows, tokenizer, index, num_streams, position):
         rest = tokens[len(sequences) * args.seq_length :]
         # Neighbors are often parts of one text. The sum is a seed that differs from batch to batch.
         random.Random(hash((args.seed, sum(tokens)))).shuffle(sequences)
-        state = repeated = rows.state_dict()
-        while "repeat_index" not in repeated:  # the state of `repeat` is further inside
-            repeated = repeated["examples_iterable"]
-        position["passes"] = repeated["repeat_index"]
         for used in range(position["used"], len(sequences)):
             yield sequences[used], {**position, "used": used + 1}
-        position = {"rows": state, "rest": rest, "used": 0, "window": window}
+        position = {"rows": rows.state_dict(), "rest": rest, "used": 0, "window": window}
         texts = []
         num_characters = 0
+
+
+def count_passes(position: dict) -> int:
+    """How often a stream has come to the end of its texts, before the current ones."""
+    state = position["rows"]
+    while "repeat_index" not in state:  # the state of `repeat` is further inside
+        state = state["examples_iterable"]
+    return state["repeat_index"]
 
 
 class StepBatches(IterableDataset):
@@ -584,11 +587,10 @@ def load_data(args, checkpoint: Path | None) -> tuple:
     common.check(tokenizer.eos_token, "the tokenizer has no EOS to end texts with")
     common.print_lost_text(tokenizer, to_train[:1000])
 
-    sequences = cut(tokenize(held_out, tokenizer), args.seq_length)
-    common.check(
-        sequences,
-        f"{len(held_out)} held-out texts fill no sequence; use more texts, or a lower --seq-length",
-    )
+    tokens = tokenize(held_out, tokenizer)
+    sequences = cut(tokens, args.seq_length)
+    message = f"held-out texts have {len(tokens)} tokens; use more texts, or a lower --seq-length"
+    common.check(sequences, message)
     checksum = common.checksum(to_train[:1000], rows.num_shards)
     return rows, tokenizer, torch.tensor(sequences), checksum
 
@@ -687,7 +689,7 @@ def main(args, world):
     common.note_stops()
     loss_sum = torch.zeros((), device=world.device)  # since the last printed line
     last_logged = step
-    passes = min((p["passes"] for p in progress.get("positions", [])), default=0)  # as printed
+    passes = min(map(count_passes, progress.get("positions", [])), default=0)  # as printed
     start = time.perf_counter()
     waited = 0.0
 
@@ -729,7 +731,7 @@ def main(args, world):
             common.reset_peak(world.device)
             loss_sum.zero_()
             last_logged = step
-            fewest = torch.tensor(min(position["passes"] for position in own_positions))
+            fewest = torch.tensor(min(map(count_passes, own_positions)))
             dist.all_reduce(fewest, dist.ReduceOp.MIN)
             if fewest > passes:
                 passes = fewest.item()

@@ -461,8 +461,9 @@ def load_data(args, checkpoint) -> tuple:
     }
     train_set = train_set.map(tokenize, batched=True, fn_kwargs=options)
     validation_set = validation_set.map(tokenize, batched=True, fn_kwargs=options)
-    num_cut = sum(len(ids) == args.max_target_length for ids in train_set[:1000]["labels"])
-    common.say(f"targets  {num_cut:,} of up to 1,000 may end at --max-target-length")
+    labels = train_set[:1000]["labels"]
+    num_cut = sum(len(ids) == args.max_target_length for ids in labels)
+    common.say(f"targets  {num_cut:,} of {len(labels):,} summaries reach --max-target-length")
     return config, tokenizer, train_set, validation_set, checksum
 
 

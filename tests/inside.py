@@ -87,6 +87,7 @@ LM_MODELS = tuple(lm_multinode.MODELS)
 LM_TESTED = tuple(lm_multinode.TESTED)
 LM_CHARACTERS_AT_ONCE = (lm_multinode, "CHARACTERS_AT_ONCE")  # for monkeypatch.setattr
 lm_is_held_out = lm_multinode.is_held_out
+lm_count_passes = lm_multinode.count_passes
 
 
 def lm_shape(name, vocabulary):
@@ -320,6 +321,11 @@ def one_gpu(script):
     torch.accelerator.current_accelerator = lambda **_: torch.device("cuda")
     torch.accelerator.device_count = lambda: 1
     torch.accelerator.set_device_index = set_device
+
+
+def small_windows(script):
+    """Streams tokenize about 5,000 characters at once."""
+    script.CHARACTERS_AT_ONCE = 5000
 
 
 def unname_layers(script):
