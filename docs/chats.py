@@ -2,8 +2,7 @@
 
     python docs/chats.py Qwen/Qwen3-0.6B chats.jsonl tokens.parquet
 
-A line of chats.jsonl has `messages` and perhaps `tools`. The assistant's answers are learned:
-the first line's are printed in [[ ]]. What this program does not know, it refuses: edit a copy.
+A line has `messages`, perhaps `tools`. Shows what is learned of the first in [[ ]]: edit a copy.
 """
 
 import json
@@ -17,7 +16,7 @@ from transformers import AutoTokenizer
 
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 KEYS = {"role", "content", "tool_calls", "tool_call_id", "name"}  # of a message
-# Keys beside `messages` that would change what the model sees, or what it learns
+# Beside `messages` and `tools`, these would change what the model sees or learns.
 REFUSED = "system system_prompt documents functions chat_template_kwargs weight train loss_mask"
 
 
@@ -30,16 +29,17 @@ def read(message: dict) -> tuple[dict, list[str]]:
     """Return a message without empty keys, and its parts, which the template must keep."""
     message = {key: value for key, value in message.items() if value not in (None, [])}
     role, content = message.get("role"), message.get("content", "")
-    check(role in ROLES and message.keys() <= KEYS, f"role {role}, {message.keys() - KEYS or ''}")
+    unknown = {role} - ROLES or message.keys() - KEYS
+    check(not unknown, f"a message has the unknown role or keys {unknown}")
     calls = [call.get("function", call) for call in message.get("tool_calls", ())]
     for call in calls:
         if isinstance(call["arguments"], str):  # JSON, as OpenAI has it
             call["arguments"] = json.loads(call["arguments"] or "{}")
         check(isinstance(call["arguments"], dict), "the arguments of a call are not an object")
-    is_text = isinstance(content, str) and (content.strip() or calls or role == "tool")
-    check(is_text, f"a message of role {role} has an empty content, or not one text")
-    parts = content.replace("</think>", "<think>").split("<think>")  # Qwen3's template moves tags
-    return message, [part.strip() for part in [*parts, *(call["name"] for call in calls)]]
+    check(isinstance(content, str), "the content of a message is not one text")
+    check(content.strip() or calls or role == "tool", f"the {role} says nothing")
+    parts = content.replace("</think>", "<think>").split("<think>") + [c["name"] for c in calls]
+    return message, [part.strip() for part in parts]  # Qwen3's template writes <think> anew
 
 
 def make_row(tokenizer, messages: list[dict], tools: list[dict] | None):
@@ -49,15 +49,15 @@ def make_row(tokenizer, messages: list[dict], tools: list[dict] | None):
     text, place = apply(messages, tools, tokenize=False), 0
     check(not tools or text != apply(messages, tokenize=False), "the template shows no tools")
     for part in [part for of_message in parts for part in of_message]:
-        forms = part, json.dumps(part, ensure_ascii=False)[1:-1]  # Llama 3.1 has results in JSON
-        place = max(text.find(form, place) for form in forms)
+        in_json = json.dumps(part, ensure_ascii=False)[1:-1]  # as Llama 3.1 has a tool's result
+        place = max(text.find(part, place), text.find(in_json, place))
         check(place >= 0, f"the template leaves out or moves {part[:50]!r}")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens, (starts, ends) = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"]).T
     # An answer's first token may begin in the prompt. An added one may swallow spaces after it.
     is_added = np.isin(tokens, list(tokenizer.added_tokens_decoder))
     starts = np.where(is_added, starts, np.maximum(starts, ends - 1))
-    labels = np.full(len(tokens), -100)
+    labels = np.full_like(tokens, -100)
     for index in [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > 0]:
         prompt = apply(messages[:index], tools, tokenize=False, add_generation_prompt=True)
         through = apply(messages[: index + 1], tools, tokenize=False)
@@ -76,14 +76,14 @@ tokenizer, rows, unused = AutoTokenizer.from_pretrained(model), [], set()
 for number, line in enumerate(tqdm(open(file, encoding="utf-8")), start=1):  # noqa: SIM115
     try:
         row = {key: value for key, value in json.loads(line).items() if value not in (None, [])}
-        check(not row.keys() & REFUSED.split(), f"keys {row.keys() & REFUSED.split()}")
+        check(not row.keys() & REFUSED.split(), f"it has {row.keys() & REFUSED.split()}")
         tokens, labels = make_row(tokenizer, row.pop("messages"), row.pop("tools", None))
     except Exception as error:  # each template raises its own kind
         sys.exit(f"{file}, line {number}: {error!r}")
     if number == 1:
         parts = np.split(tokens, np.flatnonzero(np.diff(labels == -100)) + 1)
-        texts = [tokenizer.decode(part) for part in parts]
-        print("".join(f"[[{text}]]" if i % 2 else text for i, text in enumerate(texts)))
+        texts = enumerate(map(tokenizer.decode, parts))
+        print("".join(f"[[{text}]]" if i % 2 else text for i, text in texts))
     unused.update(row)
     rows.append({"input_ids": tokens, "labels": labels})
 print("keys that were not used:", unused or "none")
