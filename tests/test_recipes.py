@@ -45,13 +45,14 @@ from plain import (
     train_plainly,
     train_t5,
 )
+from pyarrow.parquet import read_table
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file, save_file
 from shared import patched
 from test_models import GROUPED, KINDS
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from inside import UserError, builtin_article, lm_cut, lm_held_out, load_module, parse, t5_articles, train_tokenizer
+from inside import builtin_article, lm_held_out, load_module, parse, t5_articles, train_tokenizer
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
@@ -379,55 +380,178 @@ def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_pa
         assert whole == resumed
 
 
-# ---- Chat models -----------------------------------------------------------------------------------------------------
+# ---- Conversations, tokens and labels --------------------------------------------------------------------------------
 TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.content }}</s>{% endfor %}\
 {% if add_generation_prompt %}[assistant]{% endif %}"""
+CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PHI3 = """{% for message in messages %}<|{{ message.role }}|>
+{{ message.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% else %}</s>{% endif %}"""
+# Only the last answer has thoughts, perhaps empty ones.
+QWEN3 = CHATML.replace(
+    "{{ message.content }}",
+    "{% set parts = message.content.split('</think>') %}{% if loop.last and message.role == 'assistant' %}<think>\n"
+    "{{ parts[0].split('<think>')[1].strip() if parts[1:] }}\n</think>\n\n{% endif %}{{ parts[-1].strip() }}",
+)
+CALLS = "{% for call in message.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+RESULT = "message.content | tojson if message.role == 'tool' else message.content }}"
+CALLS = CHATML.replace("message.content }}", RESULT + CALLS)
+TOOLS = "{% if tools is not none %}Functions: {{ tools | tojson }}\n{% endif %}" + CALLS  # as Llama 3.1
+QUESTION, ANSWER = {"role": "user", "content": "Peel?"}, {"role": "assistant", "content": "Peel the beans."}
+CHAT = [QUESTION, ANSWER]
+SEARCH = {"tools": [{"type": "function", "function": {"name": "search", "parameters": {}}}]}
 
 
-def conversation(index):
-    """Only some messages have a time."""
-    extra_keys = {"time": "2026-11-28T12:00:00"} if index % 3 == 0 else {}
-    messages = [{"role": "system", "content": "Be brief."}]
-    for turn in range(1 + index % 2):
-        article = builtin_article(2 * index + turn)
-        messages.append({"role": "user", "content": article["text"], **extra_keys})
-        messages.append({"role": "assistant", "content": article["headline"]})
-    return messages
+def answer(content, **keys):
+    return {"role": "assistant", "content": content} | keys
+
+
+def calls(*arguments, content=None):
+    """A conversation in which the assistant calls functions, and gets a result with quotes."""
+    made = [{"type": "function", "function": {"name": "search", "arguments": each}} for each in arguments]
+    return [QUESTION, answer(content, tool_calls=made), {"role": "tool", "content": 'a "b"'}, ANSWER]
 
 
 @pytest.fixture(scope="module")
-def chat(tiny_llama, tmp_path_factory):
-    """The edited script; its flags, for a file of conversations and a model with a chat template; the tokenizer."""
-    root = tmp_path_factory.mktemp("chat")
-    folder = patched(root / "copy", "lm-chat")
-    (folder / "lm_multinode.py").rename(folder / "lm_of_chats.py")  # otherwise it would replace the module
+def prepare(tmp_path_factory):
+    """Run docs/chats.py with a template on a file, which always has the same name. Returns what it prints, and what is
+    learned of the last line, without spaces, which decoding adds."""
+    folder = tmp_path_factory.mktemp("chats")
+    tokenizer = train_tokenizer(["\n\n\n Wash the beans. Peel", "..."], 400, append_eos=False)
+    swallowing = [AddedToken(f"<|{name}|>", rstrip=True, special=True) for name in ("user", "assistant", "end")]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *swallowing]})
+
+    def run_chats(template, *lines):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        finished = run_many("docs/chats.py", [(folder, folder / "chats.jsonl", folder / "tokens.parquet")], check=False)
+        if finished.returncode != 0:
+            return finished.stderr, None
+        rows = read_table(folder / "tokens.parquet").to_pylist()
+        assert len(rows) == len(lines)
+        tokens, labels = (np.array(rows[-1][name]) for name in ("input_ids", "labels"))
+        parts = np.split(labels, np.flatnonzero(np.diff(labels == -100)) + 1)
+        assert parts[0][0] == -100 and np.array_equal(labels, np.where(labels == -100, -100, tokens))
+        return finished.stdout, [tokenizer.decode(part).replace(" ", "") for part in parts[1::2]]
+
+    return run_chats
+
+
+PEELED = "Peelthebeans.<|im_end|>"
+LEARNED = {
+    "dates and numbers stay as they are": (
+        *(TOOLS, calls({"at": "2024-01-01", "n": 1}, {"n": 1.5}), SEARCH),
+        *('search{"at":"2024-01-01","n":1}search{"n":1.5}<|im_end|>', PEELED),
+    ),
+    "arguments as JSON, one of which is called arguments": (
+        *(TOOLS, calls('{"arguments": "5"}', "", content=""), SEARCH),
+        *('search{"arguments":"5"}search{}<|im_end|>', PEELED),
+    ),
+    "no tools": (TOOLS, CHAT, {"tools": []}, PEELED),
+    "empty keys": (TOOLS, [QUESTION | {"weight": None}, ANSWER | {"tool_calls": []}], {}, PEELED),
+    "thoughts": (QWEN3, [QUESTION, answer("<think>a</think>b")], {}, "<think>\na\n</think>\n\nb<|im_end|>"),
+    "a date": ("{{ strftime_now('%Y') }}" + CHATML, CHAT, {}, PEELED),
+    "an assistant who begins": (CHATML, [ANSWER, *CHAT], {}, PEELED),
+    "a token that begins in the prompt": (CHATML, [QUESTION, answer("\n\nA.")], {}, "\n\n\nA.<|im_end|>"),
+    "swallowed spaces": (PHI3, [QUESTION, answer("  A. "), *CHAT], {}, "A.<|end|>", "Peelthebeans.<|end|></s>"),
+}
+REFUSED = [
+    ("reasoning'", CHATML, [QUESTION, ANSWER | {"reasoning": "a"}]),
+    ("reasoning_content", CHATML, [QUESTION, ANSWER | {"reasoning_content": "a"}]),
+    ("thinking", CHATML, [QUESTION, ANSWER | {"thinking": "a"}]),
+    ("weight", CHATML, [QUESTION, ANSWER | {"weight": 0}]),
+    ("function_call", CHATML, [QUESTION, answer("", function_call={"name": "search", "arguments": "{}"})]),
+    ("gpt", CHATML, [QUESTION, {"role": "gpt", "content": "a"}]),
+    ("not one text", CHATML, [QUESTION, answer([{"type": "text", "text": "a"}])]),
+    ("assistant says nothing", CHATML, [QUESTION, answer(" ")]),
+    ("no answer", CHATML, [ANSWER, QUESTION]),
+    ("system_prompt", CHATML, CHAT, {"system_prompt": "a"}),
+    ("weight", CHATML, CHAT, {"weight": 0}),
+    ("train", CHATML, CHAT, {"train": False}),
+    ("loss_mask", CHATML, CHAT, {"loss_mask": [0, 1]}),
+    ("not an object", TOOLS, calls("5"), SEARCH),
+    ("shows no tools", CHATML, CHAT, SEARCH),
+    ("shows no tools", CALLS, calls({}), SEARCH),
+    ("leaves out or moves 'search'", CHATML, calls({}, content="")),
+    ("leaves out or moves 'a thought'", QWEN3, [QUESTION, answer("<think>a thought</think>b"), *CHAT]),
+    ("leaves out or moves 'Peel?'", CHATML.replace("message.content", "message.content[-3:]"), CHAT),
+    ("never ends message 2", "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", CHAT),  # GLM-4
+    ("changes or never ends message 2", "{{ messages | length > 2 }}" + CHATML, [*CHAT, *CHAT]),
+    ("changes or never ends message 2", QWEN3, [*CHAT, *CHAT]),
+    ("changes or never ends message 2", "{{ strftime_now('%f') }}" + CHATML, CHAT),  # as at midnight
+    ("odd", "{{ raise_exception('odd') }}" + CHATML, CHAT),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LEARNED)
+def test_only_answers_are_learned(case, prepare):
+    template, messages, keys, *learned = LEARNED[case]
+    printed, parts = prepare(template, {"messages": messages, "source": "mine"} | keys)
+    assert parts == learned and "{'source'}" in printed and ("Functions" in printed) == (keys == SEARCH)
+    assert "".join(re.findall(r"\[\[(.*?)\]\]", printed, re.S)).replace(" ", "") == "".join(learned)
+
+
+@pytest.mark.long
+def test_a_conversation_that_is_not_understood_is_refused_with_its_line(prepare):
+    for words, template, messages, *keys in REFUSED:
+        line = {"messages": messages} | dict(*keys)
+        printed, parts = prepare(template, {"messages": CHAT}, line)
+        number = 1 if messages == CHAT and not keys else 2  # no conversation fits the template
+        assert parts is None and "Traceback" not in printed, words
+        assert f"chats.jsonl, line {number}: " in printed and words in printed, printed
+
+
+def conversation(index):
+    messages = [{"role": "system", "content": "Be brief."}]
+    for turn in range(1 + index % 2):
+        article = builtin_article(2 * index + turn)
+        messages += [{"role": "user", "content": article["text"]}, answer(article["headline"])]
+    return messages
+
+
+def make_rows(model, folder, chats):
+    """Run docs/chats.py. Returns the rows."""
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    run_many("docs/chats.py", [(model, folder / "chats.jsonl", folder / "tokens.parquet")])
+    return read_table(folder / "tokens.parquet").to_pylist()
+
+
+@pytest.fixture(scope="module")
+def labels(tiny_llama, tmp_path_factory):
+    """The edited script; its flags, for rows of tokens and labels; the tokenizer; the rows."""
+    root = tmp_path_factory.mktemp("labels")
+    folder = patched(root / "copy", "lm-labels")
+    (folder / "lm_multinode.py").rename(folder / "lm_of_labels.py")  # otherwise it would replace the module
     shutil.copytree(tiny_llama, root / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(root / "model")
-    chats = [conversation(index) for index in range(300)]
-    (root / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    texts = [json.dumps({"messages": json.dumps(chat), "tools": '[{"name": "search"}]'}) for chat in chats]
-    (root / "texts.jsonl").write_text("\n".join(texts))
-    flags = (*LM, "--model", root / "model", "--dataset", root / "chats.jsonl", "--text-column", "messages")
-    return load_module(folder / "lm_of_chats.py"), (*flags, "--seq-length", 192), tokenizer
+    rows = make_rows(root / "model", root, [conversation(index) for index in range(300)])
+    flags = (*LM, "--model", root / "model", "--dataset", root / "tokens.parquet", "--text-column", "input_ids")
+    return load_module(folder / "lm_of_labels.py"), (*flags, "--seq-length", 192), tokenizer, rows
 
 
-def conversations_of(batch):
-    """The conversations packed in a batch: token ids and labels. The unused end of a sequence has no labels."""
-    conversations = []
+def texts_of(batch):
+    """The texts packed in a batch: token ids and labels. The unused end of a sequence has no labels."""
+    texts = []
     for inputs, targets in zip(batch["input_ids"], batch["labels"], strict=True):
         starts = [*np.flatnonzero(inputs[:, 2] == 0), len(inputs)]
         for first, end in itertools.pairwise(starts):
             tokens, labels = inputs[first:end, 0], targets[first:end, 1]
             if (labels != -100).any():
-                conversations.append((tokens, labels))
-    return conversations
+                texts.append((tokens, labels))
+    return texts
 
 
-def answer_loss(model, batch):
+def text_loss(model, batch):
     total, count = 0.0, 0
-    for tokens, labels in conversations_of(batch):
+    for tokens, labels in texts_of(batch):
         logits = model(torch.from_numpy(tokens)[None]).logits[0]
         total = total + F.cross_entropy(logits, torch.from_numpy(labels), reduction="sum")
         count += (labels != -100).sum()
@@ -435,141 +559,95 @@ def answer_loss(model, batch):
 
 
 @pytest.mark.long
-def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(chat, tiny_llama, tmp_path):
-    """A line says how many tokens of answers lie within --seq-length. Conversations may be texts in JSON."""
-    script, flags, tokenizer = chat
+def test_labels_train_as_a_plain_loop_over_single_texts(labels, tiny_llama, tmp_path):
+    """On one process and two. A line says how many labels lie within --seq-length, which cuts longer rows."""
+    script, flags, tokenizer, rows = labels
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), answer_loss, script=script)
-    check_training(script.__file__, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path, {"fsdp2": ()})
+    plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), text_loss, script=script)
+    path = script.__file__
+    check_training(path, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path, {"fsdp2": ()})
+    run_many(path, {tmp_path / "one": flags}, 1)
+    check_curves(tmp_path / "one", plain[0])
 
-    flags = (*flags, "--dataset", Path(script.__file__).parents[1] / "texts.jsonl", "--max-steps", 1)
-    assert all('"search"' in row["messages"] for row in script.open_texts(parse("lm_multinode.py", *flags)))
-
-    def answers(length):
-        printed = run_many(script.__file__, {tmp_path / str(length): (*flags, "--seq-length", length)}, 2).stdout
-        [line] = re.findall("^answers .*", printed, re.M)
-        return [int(number) for number in re.findall(r"\d+", line.replace(",", ""))]
-
-    _, total, advised = answers(60)
-    inside, again, _ = answers(advised)
-    assert again == total and 0.9 <= inside / total < 0.95
+    printed = run_many(path, {tmp_path / "short": (*flags, "--seq-length", 60, "--max-steps", 1)}, 2).stdout
+    trained = [row for row in rows if not script.is_held_out(json.dumps([row["input_ids"], row["labels"]]))]
+    places = [place for row in trained for place, label in enumerate(row["labels"]) if label != -100]
+    inside = sum(place <= 60 for place in places)
+    assert 0 < inside < len(places) and f"labels   {inside:,} of {len(places):,} lie within" in printed
 
 
-CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-PHI3 = """{% for message in messages %}<|{{ message.role }}|>
-{{ message.content }}<|end|>
-{% endfor %}{% if add_generation_prompt %}<|assistant|>
-{% else %}</s>{% endif %}"""
-# What is learned of two answers. Phi-3's special tokens swallow the spaces after them.
-LEARNED = {
-    TEMPLATE: ["{first}</s>", "{second}</s>"],
-    CHATML: ["{joined}{first}<|im_end|>", "{second}<|im_end|>"],
-    PHI3: ["{stripped}<|end|>", "{second}<|end|></s>"],
-}
+def write_rows(path, *rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
 @pytest.mark.long
-def test_only_answers_are_learned_and_what_cannot_be_is_refused(chat, tmp_path):
-    """An answer's first token may begin in the prompt. A conversation may begin with an assistant, who has no prompt.
-    A template gets the tools, and only keys that have a value."""
-    script, flags, _ = chat
-    tokenizer = train_tokenizer(["\n\n\n Wash the beans. Peel", "..."], 400, append_eos=False)
-    swallowing = [AddedToken(f"<|{name}|>", rstrip=True, special=True) for name in ("user", "assistant", "end")]
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *swallowing]})
-
-    def cut(*messages, **columns):
-        text = script.as_text({"messages": messages} | columns, "messages")["messages"]
-        return lm_cut([text], tokenizer, 192, script)
-
-    def learned(*messages, **columns):
-        [(tokens, labels)] = conversations_of(cut(*messages, **columns))
-        assert tokens.tolist() == tokenizer.apply_chat_template(messages, return_dict=False, **columns)
-        parts = np.split(labels, np.flatnonzero(np.diff(labels == -100)) + 1)
-        return [tokenizer.decode(part).replace(" ", "") for part in parts if part[0] != -100]  # decoding adds spaces
-
-    def refused(message, *messages, **columns):
-        with pytest.raises(UserError, match=message):
-            cut(*messages, **columns)
-
-    question, answer = {"role": "user", "content": "Peel?"}, {"role": "assistant", "content": "Peel the beans."}
-    for tokenizer.chat_template, expected in LEARNED.items():
-        for alone in (answer, question):
-            assert not len(cut(alone)["labels"])
-        for first in ("Wash.", "\n\nWash.", "  Wash. "):
-            joined = "\n" if first[0] == "\n" else ""
-            words = {"first": first, "stripped": first.strip(), "second": answer["content"], "joined": joined}
-            parts = learned(question, {"role": "assistant", "content": first}, question, answer)
-            assert parts == [text.format(**words).replace(" ", "") for text in expected], first
-
-    tokenizer.chat_template = "{{ tools | map(attribute='name') | join }}{{ messages[0].id is defined }}" + TEMPLATE
-    assert learned(question | {"id": None}, answer, tools=[{"name": "search", "unit": None}]) == ["Peelthebeans.</s>"]
-    assert learned(question, answer | {"weight": 0}, question, answer) == ["Peelthebeans.</s>"]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "at", "arguments": {"h": "2"}}}]}
-    refused(r"tools must hold a list: \[{", question, answer, tools={"name": "search"})
-    for lost, message in (("at", call), ("Well", answer | {"reasoning_content": "Well"})):
-        refused(f"leaves out '{lost}'", question, message)
-    named = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}</s>"
-    tokenizer.chat_template = TEMPLATE.replace("message.content", "message.content | tojson").replace("</s>", named)
-    text = json.loads(json.dumps(call).replace('{"h": "2"}', json.dumps('{"h": "2"}')))
-    one, other = (cut(question, call | {"content": ""}, {"role": "tool", "content": 'a "b"'}) for call in (call, text))
-    assert np.array_equal(one["labels"], other["labels"])
-    for name in ("system", "chat_template_kwargs"):
-        (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [question, answer], name: "Be brief."}))
-        with pytest.raises(UserError, match=name):
-            script.open_texts(parse("lm_multinode.py", *flags, "--dataset", tmp_path / "x.jsonl"))
-
-    parts = {"role": "assistant", "content": [{"type": "text", "text": "Wash."}]}
-    values, capital = {"from": "gpt", "value": "Wash."}, {"role": "Assistant", "content": "Wash."}
-    for wrong in (values, capital, {"role": "assistant"}, parts):
-        refused(r'role.*content: \[{"role": "user", "content": "Peel\?"}, {', question, wrong)
-    forgetting = CHATML.replace("message.content", "message.content if loop.last else message.content[-2:]")
-    thinking = CHATML.replace("{{ message.c", "{{ '<think>' * (loop.last and not loop.first) }}{{ message.c")
-    changing = ("changes", "{{ messages | length }} " + TEMPLATE), ("changes", thinking), ("leaves out", forgetting)
-    others = ("special token", TEMPLATE.replace("</s>", "")), ("odd", "{{ raise_exception('odd') }}"), ("not set", None)
-    for words, tokenizer.chat_template in (*changing, *others):
-        refused(rf'{words}.*: \[{{"role"', question, answer | {"content": ""}, question, answer)
+def test_rows_that_are_not_tokens_and_their_labels_are_refused(labels, tmp_path):
+    script, flags, _, rows = labels
+    tokens, own = ([row[name] for row in rows] for name in ("input_ids", "labels"))
+    for words, columns in {
+        "not the next one": (tokens, [[*row[1:], -100] for row in own]),
+        "or its own token": (tokens, [None] * len(rows)),
+        "is not in the tokenizer": ([[*row, 5000] for row in tokens], [[*row, 5000] for row in own]),
+        "held-out texts fill no sequence": (tokens, [[row[0], *[-100] * (len(row) - 1)] for row in tokens]),
+        "no column labels": (tokens,),
+    }.items():
+        made = [dict(zip(("input_ids", "labels"), values, strict=False)) for values in zip(*columns, strict=True)]
+        file = write_rows(tmp_path / f"{len(columns)}.jsonl", *made)
+        check_refused(Path(script.__file__), words, *flags, "--dataset", file, processes=1)
+    for wrong in (("--dataset", "builtin"), ("--model", "tiny")):
+        check_refused(Path(script.__file__), "with labels, and", *flags, *wrong, processes=1)
 
 
 @pytest.mark.long
-def test_chats_without_answers_within_the_length_end_a_run(chat, tmp_path):
+def test_texts_without_labels_within_the_length_end_a_run(labels, tmp_path):
     """Of these, only held-out ones have some. Without a sequence, a step would wait without end."""
-    script, flags, _ = chat
+    script, flags, *_ = labels
     rows = []
     for index in range(4000):
-        row = {"messages": [{"role": "user", "content": f"{index}?"}, {"role": "assistant", "content": "Yes."}]}
-        if not script.is_held_out(script.as_text(row.copy(), "messages")["messages"]):
-            row["messages"][0]["content"] += " Peel the beans." * 60
-        rows.append(json.dumps(row))
-    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
-    check_refused(Path(script.__file__), "no answer within", *flags, "--dataset", tmp_path / "chats.jsonl")
+        tokens = [2 + index // 900, 2 + index % 900, 7]
+        row = {"input_ids": tokens, "labels": [-100, -100, 7]}
+        if not script.is_held_out(json.dumps([*row.values()])):
+            tokens = [*tokens, *[8] * 200]
+            row = {"input_ids": tokens, "labels": [*[-100] * 202, 8]}
+        rows.append(row)
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    check_refused(Path(script.__file__), "nothing to learn within", *flags, "--dataset", file)
 
 
 @pytest.mark.long
-def test_a_base_model_learns_to_stop_where_answers_end(chat, tiny_llama, tmp_path):
-    """Its EOS is another token."""
-    script, flags, _ = chat
+def test_a_base_model_learns_to_stop_where_rows_end(labels, tiny_llama, tmp_path):
+    """Its EOS is another token. A line break is an added token, as in Gemma, and ends each row, as with TRL. Settings
+    of generation contradict each other, as Vicuna's."""
+    script, flags, *_ = labels
     shutil.copytree(tiny_llama, tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens(["\n", "<|im_start|>", "<|im_end|>"])
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path / "base")
-    chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Yes."}] for i in range(99)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    flags = (*flags, "--model", tmp_path / "base", "--dataset", tmp_path / "chats.jsonl", "--max-steps", 40)
-    run_many(script.__file__, {tmp_path: (*flags, "--lr", 1e-2)}, 2)
+    chats = [[{"role": "user", "content": f"{index}?"}, answer("Yes.\nNo.")] for index in range(99)]
+    rows = make_rows(tmp_path / "base", tmp_path, chats)
+    learned = " Yes.\n No.<|im_end|>"  # decoding adds spaces
+    for row in rows:
+        assert tokenizer.decode([label for label in row["labels"] if label != -100]) == learned
+        row["labels"][-1] = row["input_ids"][-1]
+        row["prompt"] = "another column of TRL's"
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    flags = (*flags, "--model", tmp_path / "base", "--dataset", file, "--max-steps", 40, "--lr", 1e-2)
+    assert "rows end with <|im_end|>;" in run_many(script.__file__, {tmp_path: flags}, 2).stdout
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.generation_config.eos_token_id == [1, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     prompt = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True, return_tensors="pt")
     tokens = model.generate(**prompt, max_new_tokens=40)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(tokens) == "Yes.<|im_end|>"
+    assert tokenizer.decode(tokens) == learned
 
 
 @pytest.mark.long
-def test_a_conversation_does_not_see_its_neighbors(chat, tmp_path):
-    """The loss of packed conversations is that of single ones. Types of models that see more are refused."""
-    script, flags, tokenizer = chat
+def test_a_text_does_not_see_its_neighbors(labels, tmp_path):
+    """The loss of packed texts is that of single ones. Types of models that see more are refused."""
+    script, flags, tokenizer, _ = labels
     plain_loss, settings = {}, {}
     for kind in (*KINDS, *EXPERTS):
         shape = {"max_position_embeddings": 192, "sliding_window": 192, "initializer_range": 0.2}
@@ -580,9 +658,9 @@ def test_a_conversation_does_not_see_its_neighbors(chat, tmp_path):
         held_out = lm_held_out(parse("lm_multinode.py", *settings[kind]), AutoTokenizer.from_pretrained(folder), script)
         with torch.no_grad():
             model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-            plain_loss[kind] = answer_loss(model, held_out).item()
+            plain_loss[kind] = text_loss(model, held_out).item()
 
-    script = patched(tmp_path / "copy", "lm-chat", "lm-experts") / "lm_multinode.py"
+    script = patched(tmp_path / "copy", "lm-labels", "lm-experts") / "lm_multinode.py"
     for kind in ("opt", "lfm2"):
         check_refused(script, f"is of type {kind}", *settings.pop(kind), processes=1)
     run_many(script, {tmp_path / f"{kind} output": flags for kind, flags in settings.items()}, 1)
@@ -592,14 +670,14 @@ def test_a_conversation_does_not_see_its_neighbors(chat, tmp_path):
 
 @needs_peft
 @pytest.mark.long
-def test_chat_and_lora_have_the_same_losses_in_chunks(chat, tmp_path):
-    _, flags, _ = chat
+def test_labels_and_lora_have_the_same_losses_in_chunks(labels, tmp_path):
+    flags = (*labels[1], "--max-steps", 2, "--lr", 0.01, "--no-save-model")
     folders = []
-    for names in (("lm-chat", "lora"), ("lora", "lm-chunked-loss", "lm-chat")):
+    for names in (("lm-labels", "lora"), ("lora", "lm-chunked-loss", "lm-labels")):
         script = patched(tmp_path / str(len(names)), *names) / "lm_multinode.py"
         script.write_text(script.read_text().replace("CHUNK = 2048", "CHUNK = 100"))
         folders.append(script.parent / "output")
-        run_many(script, {folders[-1]: (*flags, "--max-steps", 2, "--lr", 0.01, "--no-save-model")}, 2)
+        run_many(script, {folders[-1]: flags}, 2)
     for name in ("loss", "val_loss"):
         one, other = (curve(folder, name) for folder in folders)
         assert one[0] != one[1] and one == pytest.approx(other, **CLOSE)
