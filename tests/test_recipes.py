@@ -56,8 +56,6 @@ from inside import builtin_article, lm_held_out, load_module, parse, t5_articles
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
-LM_RECIPES = "lm-chat lm-long-context lm-chunked-loss lora lm-experts wandb lm-trace lm-muon lm-float8".split()
-T5_RECIPES = "lora t5-metric t5-schedule t5-rouge tensorboard".split()
 
 
 def snippet(title, **paths):
@@ -94,12 +92,20 @@ def test_every_diff_applies_also_to_an_edited_copy_and_leaves_no_name_undefined(
 
 @pytest.mark.long
 def test_recipes_apply_together_in_any_order(tmp_path):
-    pairs = {*itertools.combinations(LM_RECIPES, 2), *itertools.combinations(T5_RECIPES, 2)}
-    for pair in pairs - {("lm-chat", "lm-long-context")}:
-        one, other = (patched(tmp_path / "-".join(names), *names) for names in (pair, pair[::-1]))
-        for script in ("common.py", "lm_multinode.py", "t5_fsdp.py"):
-            lines = [sorted((folder / script).read_text().splitlines()) for folder in (one, other)]
-            assert lines[0] == lines[1], pair
+    """All pairs of one script, but for those that the page excludes."""
+    [sentence] = re.findall("^Those of one script apply together, in any order, except (.+)", PAGE.read_text(), re.M)
+    excluded = set()
+    for part in sentence.split(";"):
+        first, *others = re.findall("`(.+?)`", part)
+        excluded |= {frozenset((first, other)) for other in others}
+    scripts = {name: {*re.findall(r"^\+\+\+ b/(.+)", RECIPES[name].read_text(), re.M)} for name in RECIPES}
+    for pair in itertools.combinations(RECIPES, 2):
+        shared = scripts[pair[0]] & scripts[pair[1]]
+        if shared and frozenset(pair) not in excluded:
+            one, other = (patched(tmp_path / "-".join(names), *names) for names in (pair, pair[::-1]))
+            for script in shared:
+                lines = [sorted((folder / script).read_text().splitlines()) for folder in (one, other)]
+                assert lines[0] == lines[1], pair
     check_names(tmp_path)
 
 
@@ -192,6 +198,9 @@ def test_bart_trains_as_a_plain_loop_does(tiny_model, articles_csv, tmp_path):
     flags = (*T5, "--model", tmp_path / "bart", "--dataset", articles_csv, "--print-model")
     printed = check_training(script, flags, plain, AutoModelForSeq2SeqLM.from_pretrained, tmp_path)
     assert len(re.findall(rf"{LAYERS} x FSDP\w+Layer\(", printed)) == 2  # units, in encoder and decoder
+    for kind in ("mbart", "m2m_100"):
+        AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
+        check_refused(script, "is not a BART", *flags, "--model", tmp_path / kind)
 
 
 def add_adapters(model, *names):
@@ -373,6 +382,7 @@ def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_pa
         assert sums == [sums[rank % (4 // outer[0])] for rank in range(4)]
 
     check_refused(script, "--local-steps 0", *flags, "--local-steps", 0)
+    check_refused(script, "and 2 one must divide", *flags, "--local-steps", 3)
     shutil.rmtree(tmp_path / "two" / "checkpoints" / f"step-{STEPS:07d}")
     run_many(script, {tmp_path / "two": (*settings[tmp_path / "two"], "--resume")}, 4)
     for name in ("loss", "grad_norm", "val_loss"):
@@ -605,12 +615,10 @@ def test_texts_without_labels_within_the_length_end_a_run(labels, tmp_path):
     script, flags, *_ = labels
     rows = []
     for index in range(4000):
-        tokens = [2 + index // 900, 2 + index % 900, 7]
-        row = {"input_ids": tokens, "labels": [-100, -100, 7]}
-        if not script.is_held_out(json.dumps([*row.values()])):
-            tokens = [*tokens, *[8] * 200]
-            row = {"input_ids": tokens, "labels": [*[-100] * 202, 8]}
-        rows.append(row)
+        tokens, own = [index // 99, index % 99, 7], [-100, -100, 7]
+        if not script.is_held_out(json.dumps([tokens, own])):
+            tokens, own = [*tokens, *[7] * 200], [*[-100] * 202, 7]
+        rows.append({"input_ids": tokens, "labels": own})
     file = write_rows(tmp_path / "rows.jsonl", *rows)
     check_refused(Path(script.__file__), "nothing to learn within", *flags, "--dataset", file)
 
@@ -797,8 +805,9 @@ def test_slices_of_a_model_train_and_are_saved_as_the_whole_model_is(tmp_path):
         save_file({"model.norm.weight": torch.zeros(32)}, model / "old.safetensors")
         settings[f"{kind} fsdp2"] = (*LM, "--model", model)
     settings["llama offloading"] = (*LM, "--model", tmp_path / "llama", "--activation-checkpointing", "--cpu-offload")
-    (tmp_path / "slices" / "llama fsdp2" / "model" / "sharded").mkdir(parents=True)
-    (tmp_path / "slices" / "llama fsdp2" / "model" / "sharded" / "shard-00003.safetensors").write_text("of 3 processes")
+    left = tmp_path / "slices" / "llama fsdp2" / "model" / "slices" / "sharded"
+    left.mkdir(parents=True)
+    (left / "shard-00003.safetensors").write_text("of 3 processes")
     for name, path in (("whole", "lm_multinode.py"), ("slices", script)):
         run_many(path, {tmp_path / name / run: flags for run, flags in settings.items()}, 2)
     for run in settings:
@@ -844,8 +853,11 @@ def test_slices_refuse_other_names_and_folders_that_are_not_shared(tmp_path):
 
     begin = "def main(args, world):\n"
     script.write_text(script.read_text().replace(begin, f"{begin}    args.output_dir /= str(world.rank)\n"))
+    old = tmp_path / "copy" / "refused" / "0" / "model"
+    old.mkdir(parents=True)
+    (old / "model.safetensors").write_text("an older model")
     check_refused(script, "--output-dir", *LM, "--model", make_llama(tmp_path / "llama"), "--max-steps", 1)
-    assert not [*tmp_path.glob("copy/refused/*/model/*.safetensors")]
+    assert (old / "model.safetensors").read_text() == "an older model"
 
 
 @pytest.mark.long
@@ -912,6 +924,9 @@ def test_tensorboard_has_every_value_and_the_profiler_two_steps(tiny_llama, tmp_
         names = {event["name"] for event in events}
         assert len([name for name in names if name.startswith("ProfilerStep")]) == 2
         assert any("all_gather" in name and "layers.1" in name for name in names)
+    flags = (*LM, "--model", tiny_llama, "--max-steps", 14)
+    run_many(script, {tmp_path / "stopped": flags}, 2, change=("signal_in_step", 0, 11, "SIGTERM"))
+    check_refused(script, "needs 13 steps", *flags, "--max-steps", 12)
 
 
 # ---- Muon, saving while training -------------------------------------------------------------------------------------
