@@ -391,8 +391,6 @@ def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_pa
 
 
 # ---- Conversations, tokens and labels --------------------------------------------------------------------------------
-TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.content }}</s>{% endfor %}\
-{% if add_generation_prompt %}[assistant]{% endif %}"""
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -407,90 +405,55 @@ QWEN3 = CHATML.replace(
     "{% set parts = message.content.split('</think>') %}{% if loop.last and message.role == 'assistant' %}<think>\n"
     "{{ parts[0].split('<think>')[1].strip() if parts[1:] }}\n</think>\n\n{% endif %}{{ parts[-1].strip() }}",
 )
-CALLS = "{% for call in message.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+CALL = "{% for call in message.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
 RESULT = "message.content | tojson if message.role == 'tool' else message.content }}"
-CALLS = CHATML.replace("message.content }}", RESULT + CALLS)
+CALLS = CHATML.replace("message.content }}", RESULT + CALL)
 TOOLS = "{% if tools is not none %}Functions: {{ tools | tojson }}\n{% endif %}" + CALLS  # as Llama 3.1
-QUESTION, ANSWER = {"role": "user", "content": "Peel?"}, {"role": "assistant", "content": "Peel the beans."}
-CHAT = [QUESTION, ANSWER]
+GLM4 = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
 SEARCH = {"tools": [{"type": "function", "function": {"name": "search", "parameters": {}}}]}
 
 
-def answer(content, **keys):
-    return {"role": "assistant", "content": content} | keys
+def chat(*contents):
+    roles = itertools.cycle(["user", "assistant"])
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+
+
+def answer_with(**keys):
+    return [CHAT[0], CHAT[1] | keys]
 
 
 def calls(*arguments, content=None):
     """A conversation in which the assistant calls functions, and gets a result with quotes."""
     made = [{"type": "function", "function": {"name": "search", "arguments": each}} for each in arguments]
-    return [QUESTION, answer(content, tool_calls=made), {"role": "tool", "content": 'a "b"'}, ANSWER]
+    return [*answer_with(content=content, tool_calls=made), {"role": "tool", "content": 'a "b"'}, CHAT[1]]
 
 
-@pytest.fixture(scope="module")
-def prepare(tmp_path_factory):
-    """Run docs/chats.py with a template on a file, which always has the same name. Returns what it prints, and what is
-    learned of the last line, without spaces, which decoding adds."""
-    folder = tmp_path_factory.mktemp("chats")
-    tokenizer = train_tokenizer(["\n\n\n Wash the beans. Peel", "..."], 400, append_eos=False)
-    swallowing = [AddedToken(f"<|{name}|>", rstrip=True, special=True) for name in ("user", "assistant", "end")]
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *swallowing]})
-
-    def run_chats(template, *lines):
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(folder)
-        (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        finished = run_many("docs/chats.py", [(folder, folder / "chats.jsonl", folder / "tokens.parquet")], check=False)
-        if finished.returncode != 0:
-            return finished.stderr, None
-        rows = read_table(folder / "tokens.parquet").to_pylist()
-        assert len(rows) == len(lines)
-        tokens, labels = (np.array(rows[-1][name]) for name in ("input_ids", "labels"))
-        parts = np.split(labels, np.flatnonzero(np.diff(labels == -100)) + 1)
-        assert parts[0][0] == -100 and np.array_equal(labels, np.where(labels == -100, -100, tokens))
-        return finished.stdout, [tokenizer.decode(part).replace(" ", "") for part in parts[1::2]]
-
-    return run_chats
-
-
-PEELED = "Peelthebeans.<|im_end|>"
-LEARNED = {
-    "dates and numbers stay as they are": (
-        *(TOOLS, calls({"at": "2024-01-01", "n": 1}, {"n": 1.5}), SEARCH),
-        *('search{"at":"2024-01-01","n":1}search{"n":1.5}<|im_end|>', PEELED),
-    ),
-    "arguments as JSON, one of which is called arguments": (
-        *(TOOLS, calls('{"arguments": "5"}', "", content=""), SEARCH),
-        *('search{"arguments":"5"}search{}<|im_end|>', PEELED),
-    ),
-    "no tools": (TOOLS, CHAT, {"tools": []}, PEELED),
-    "empty keys": (TOOLS, [QUESTION | {"weight": None}, ANSWER | {"tool_calls": []}], {}, PEELED),
-    "thoughts": (QWEN3, [QUESTION, answer("<think>a</think>b")], {}, "<think>\na\n</think>\n\nb<|im_end|>"),
-    "a date": ("{{ strftime_now('%Y') }}" + CHATML, CHAT, {}, PEELED),
-    "an assistant who begins": (CHATML, [ANSWER, *CHAT], {}, PEELED),
-    "a token that begins in the prompt": (CHATML, [QUESTION, answer("\n\nA.")], {}, "\n\n\nA.<|im_end|>"),
-    "swallowed spaces": (PHI3, [QUESTION, answer("  A. "), *CHAT], {}, "A.<|end|>", "Peelthebeans.<|end|></s>"),
-}
+CHAT, PEELED = chat("Peel?", "Peel the beans."), "Peelthebeans.<|im_end|>"
+LEARNED = [  # template, messages, other keys, what is learned without spaces, which decoding adds
+    (TOOLS, calls({"at": "2024-01-01", "n": 1}), SEARCH, 'search{"at":"2024-01-01","n":1}<|im_end|>', PEELED),
+    (TOOLS, calls({"n": 1}, {"n": 1.5}), SEARCH, 'search{"n":1}search{"n":1.5}<|im_end|>', PEELED),
+    (TOOLS, calls('{"arguments": "5"}', ""), SEARCH, 'search{"arguments":"5"}search{}<|im_end|>', PEELED),
+    (TOOLS, answer_with(weight=None, tool_calls=[]), {"tools": []}, PEELED),
+    (QWEN3, chat("Peel?", "<think>a</think>b"), {}, "<think>\na\n</think>\n\nb<|im_end|>"),
+    ("{{ strftime_now('%Y') }}" + CHATML, [CHAT[1], *CHAT], {}, PEELED),  # what begins has no prompt
+    (CHATML, chat("Peel?", "\n\nA."), {}, "\n\n\nA.<|im_end|>"),  # the first token begins in the prompt
+    (PHI3, chat("Peel?", "  A. ") + CHAT, {}, "A.<|end|>", "Peelthebeans.<|end|></s>"),  # swallows spaces
+]
 REFUSED = [
-    ("reasoning'", CHATML, [QUESTION, ANSWER | {"reasoning": "a"}]),
-    ("reasoning_content", CHATML, [QUESTION, ANSWER | {"reasoning_content": "a"}]),
-    ("thinking", CHATML, [QUESTION, ANSWER | {"thinking": "a"}]),
-    ("weight", CHATML, [QUESTION, ANSWER | {"weight": 0}]),
-    ("function_call", CHATML, [QUESTION, answer("", function_call={"name": "search", "arguments": "{}"})]),
-    ("gpt", CHATML, [QUESTION, {"role": "gpt", "content": "a"}]),
-    ("not one text", CHATML, [QUESTION, answer([{"type": "text", "text": "a"}])]),
-    ("assistant says nothing", CHATML, [QUESTION, answer(" ")]),
-    ("no answer", CHATML, [ANSWER, QUESTION]),
-    ("system_prompt", CHATML, CHAT, {"system_prompt": "a"}),
-    ("weight", CHATML, CHAT, {"weight": 0}),
-    ("train", CHATML, CHAT, {"train": False}),
-    ("loss_mask", CHATML, CHAT, {"loss_mask": [0, 1]}),
+    *((key, CHATML, answer_with(**{key: 0})) for key in ("reasoning", "reasoning_content", "thinking", "weight")),
+    *((key, CHATML, CHAT, {key: 0}) for key in ("system_prompt", "weight", "train", "loss_mask")),
+    ("function_call", CHATML, answer_with(content="", function_call={"name": "search", "arguments": "{}"})),
+    ("gpt", CHATML, answer_with(role="gpt")),
+    ("not one text", CHATML, answer_with(content=[{"type": "text", "text": "a"}])),
+    ("assistant says nothing", CHATML, answer_with(content=" ")),
+    ("no answer", CHATML, CHAT[1:]),
     ("not an object", TOOLS, calls("5"), SEARCH),
     ("shows no tools", CHATML, CHAT, SEARCH),
     ("shows no tools", CALLS, calls({}), SEARCH),
     ("leaves out or moves 'search'", CHATML, calls({}, content="")),
-    ("leaves out or moves 'a thought'", QWEN3, [QUESTION, answer("<think>a thought</think>b"), *CHAT]),
+    ("leaves out or moves 'a thought'", QWEN3, [*chat("Peel?", "<think>a thought</think>b"), *CHAT]),
     ("leaves out or moves 'Peel?'", CHATML.replace("message.content", "message.content[-3:]"), CHAT),
-    ("never ends message 2", "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", CHAT),  # GLM-4
+    ("changes or never ends message 2", GLM4, CHAT),
     ("changes or never ends message 2", "{{ messages | length > 2 }}" + CHATML, [*CHAT, *CHAT]),
     ("changes or never ends message 2", QWEN3, [*CHAT, *CHAT]),
     ("changes or never ends message 2", "{{ strftime_now('%f') }}" + CHATML, CHAT),  # as at midnight
@@ -498,38 +461,35 @@ REFUSED = [
 ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", LEARNED)
-def test_only_answers_are_learned(case, prepare):
-    template, messages, keys, *learned = LEARNED[case]
-    printed, parts = prepare(template, {"messages": messages, "source": "mine"} | keys)
-    assert parts == learned and "{'source'}" in printed and ("Functions" in printed) == (keys == SEARCH)
-    assert "".join(re.findall(r"\[\[(.*?)\]\]", printed, re.S)).replace(" ", "") == "".join(learned)
+def make_rows(model, folder, *lines):
+    """Run docs/chats.py, always on a file of the same name. Returns what it prints, and the rows."""
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    finished = run_many("docs/chats.py", [(model, folder / "chats.jsonl", folder / "tokens.parquet")], check=False)
+    rows = read_table(folder / "tokens.parquet").to_pylist() if finished.returncode == 0 else None
+    return finished.stdout + finished.stderr, rows
 
 
 @pytest.mark.long
-def test_a_conversation_that_is_not_understood_is_refused_with_its_line(prepare):
-    for words, template, messages, *keys in REFUSED:
-        line = {"messages": messages} | dict(*keys)
-        printed, parts = prepare(template, {"messages": CHAT}, line)
-        number = 1 if messages == CHAT and not keys else 2  # no conversation fits the template
-        assert parts is None and "Traceback" not in printed, words
-        assert f"chats.jsonl, line {number}: " in printed and words in printed, printed
+def test_only_answers_are_learned_and_what_is_not_understood_is_refused_with_its_line(tmp_path):
+    tokenizer = train_tokenizer(["\n\n\n Wash the beans. Peel", "..."], 400, append_eos=False)
+    swallowing = [AddedToken(f"<|{name}|>", rstrip=True, special=True) for name in ("user", "assistant", "end")]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *swallowing]})
+    for tokenizer.chat_template, messages, keys, *learned in LEARNED:
+        tokenizer.save_pretrained(tmp_path)
+        printed, [row] = make_rows(tmp_path, tmp_path, {"messages": messages, "source": "mine"} | keys)
+        assert all(label in (token, -100) for token, label in zip(*row.values(), strict=True))
+        is_learned = np.array(row["labels"]) != -100
+        parts = np.split(row["input_ids"], np.flatnonzero(np.diff(is_learned)) + 1)
+        assert [tokenizer.decode(part).replace(" ", "") for part in parts[1::2]] == learned and not is_learned[0]
+        shown = re.findall(r"\[\[(.*?)\]\]", printed, re.S)
+        assert [part.replace(" ", "") for part in shown] == learned and "{'source'}" in printed
+        assert ("Functions" in printed) == (keys == SEARCH)
 
-
-def conversation(index):
-    messages = [{"role": "system", "content": "Be brief."}]
-    for turn in range(1 + index % 2):
-        article = builtin_article(2 * index + turn)
-        messages += [{"role": "user", "content": article["text"]}, answer(article["headline"])]
-    return messages
-
-
-def make_rows(model, folder, chats):
-    """Run docs/chats.py. Returns the rows."""
-    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    run_many("docs/chats.py", [(model, folder / "chats.jsonl", folder / "tokens.parquet")])
-    return read_table(folder / "tokens.parquet").to_pylist()
+    for words, tokenizer.chat_template, messages, *keys in REFUSED:
+        tokenizer.save_pretrained(tmp_path)
+        printed, rows = make_rows(tmp_path, tmp_path, {"messages": CHAT}, {"messages": messages} | dict(*keys))
+        line = 1 if messages == CHAT and not keys else 2  # some templates fit no conversation
+        assert rows is None and f"chats.jsonl, line {line}: " in printed and words in printed, printed
 
 
 @pytest.fixture(scope="module")
@@ -540,31 +500,25 @@ def labels(tiny_llama, tmp_path_factory):
     (folder / "lm_multinode.py").rename(folder / "lm_of_labels.py")  # otherwise it would replace the module
     shutil.copytree(tiny_llama, root / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = "[{{ messages[0].role }}] {{ messages[0].content }}</s>[assistant]"
+    tokenizer.chat_template += "{% if not add_generation_prompt %} {{ messages[1].content }}</s>{% endif %}"
     tokenizer.save_pretrained(root / "model")
-    rows = make_rows(root / "model", root, [conversation(index) for index in range(300)])
+    articles = map(builtin_article, range(400))
+    chats = [{"messages": chat(article["text"], article["headline"])} for article in articles]
+    _, rows = make_rows(root / "model", root, *chats)
     flags = (*LM, "--model", root / "model", "--dataset", root / "tokens.parquet", "--text-column", "input_ids")
     return load_module(folder / "lm_of_labels.py"), (*flags, "--seq-length", 192), tokenizer, rows
 
 
-def texts_of(batch):
-    """The texts packed in a batch: token ids and labels. The unused end of a sequence has no labels."""
-    texts = []
-    for inputs, targets in zip(batch["input_ids"], batch["labels"], strict=True):
-        starts = [*np.flatnonzero(inputs[:, 2] == 0), len(inputs)]
-        for first, end in itertools.pairwise(starts):
-            tokens, labels = inputs[first:end, 0], targets[first:end, 1]
-            if (labels != -100).any():
-                texts.append((tokens, labels))
-    return texts
-
-
 def text_loss(model, batch):
+    """The mean over the labels of the packed texts, computed one by one."""
     total, count = 0.0, 0
-    for tokens, labels in texts_of(batch):
-        logits = model(torch.from_numpy(tokens)[None]).logits[0]
-        total = total + F.cross_entropy(logits, torch.from_numpy(labels), reduction="sum")
-        count += (labels != -100).sum()
+    for inputs, targets in zip(batch["input_ids"], batch["labels"], strict=True):
+        for first, end in itertools.pairwise([*np.flatnonzero(inputs[:, 2] == 0), len(inputs)]):
+            tokens, labels = torch.from_numpy(inputs[first:end, 0]), torch.from_numpy(targets[first:end, 1])
+            if (labels != -100).any():  # not the unused end of a sequence
+                total = total + F.cross_entropy(model(tokens[None]).logits[0], labels, reduction="sum")
+                count += (labels != -100).sum()
     return total / count
 
 
@@ -580,47 +534,36 @@ def test_labels_train_as_a_plain_loop_over_single_texts(labels, tiny_llama, tmp_
     check_curves(tmp_path / "one", plain[0])
 
     printed = run_many(path, {tmp_path / "short": (*flags, "--seq-length", 60, "--max-steps", 1)}, 2).stdout
-    trained = [row for row in rows if not script.is_held_out(json.dumps([row["input_ids"], row["labels"]]))]
-    places = [place for row in trained for place, label in enumerate(row["labels"]) if label != -100]
+    trained = [row["labels"] for row in rows if not script.is_held_out(json.dumps([*row.values()]))]
+    places = [place for row in trained for place, label in enumerate(row) if label != -100]
     inside = sum(place <= 60 for place in places)
     assert 0 < inside < len(places) and f"labels   {inside:,} of {len(places):,} lie within" in printed
 
 
-def write_rows(path, *rows):
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
 @pytest.mark.long
-def test_rows_that_are_not_tokens_and_their_labels_are_refused(labels, tmp_path):
+def test_rows_that_are_not_tokens_and_labels_are_refused(labels, tmp_path):
     script, flags, _, rows = labels
-    tokens, own = ([row[name] for row in rows] for name in ("input_ids", "labels"))
-    for words, columns in {
-        "not the next one": (tokens, [[*row[1:], -100] for row in own]),
-        "or its own token": (tokens, [None] * len(rows)),
-        "is not in the tokenizer": ([[*row, 5000] for row in tokens], [[*row, 5000] for row in own]),
-        "held-out texts fill no sequence": (tokens, [[row[0], *[-100] * (len(row) - 1)] for row in tokens]),
-        "no column labels": (tokens,),
+    path, file = Path(script.__file__), tmp_path / "rows.jsonl"
+
+    def late(tokens, own):
+        """Only held-out rows have labels within --seq-length. Without a sequence, a step would wait without end."""
+        is_held_out = script.is_held_out(json.dumps([tokens, own]))
+        return (tokens, own) if is_held_out else ([*tokens, *[7] * 200], [*[-100] * (len(tokens) + 199), 7])
+
+    for words, change in {
+        "not the next one": lambda tokens, own: (tokens, [*own[1:], -100]),
+        "or its own token": lambda tokens, _: (tokens, None),
+        "is not in the tokenizer": lambda tokens, own: ([*tokens, 5000], [*own, 5000]),
+        "held-out texts fill no sequence": lambda tokens, own: (tokens, [tokens[0], *[-100] * (len(own) - 1)]),
+        "no column labels": lambda tokens, _: (tokens,),
+        "nothing to learn within": late,
     }.items():
-        made = [dict(zip(("input_ids", "labels"), values, strict=False)) for values in zip(*columns, strict=True)]
-        file = write_rows(tmp_path / f"{len(columns)}.jsonl", *made)
-        check_refused(Path(script.__file__), words, *flags, "--dataset", file, processes=1)
+        changed = (change(row["input_ids"], row["labels"]) for row in rows)
+        named = [dict(zip(("input_ids", "labels"), columns, strict=False)) for columns in changed]
+        file.write_text("\n".join(map(json.dumps, named)))
+        check_refused(path, words, *flags, "--dataset", file, processes=1)
     for wrong in (("--dataset", "builtin"), ("--model", "tiny")):
-        check_refused(Path(script.__file__), "with labels, and", *flags, *wrong, processes=1)
-
-
-@pytest.mark.long
-def test_texts_without_labels_within_the_length_end_a_run(labels, tmp_path):
-    """Of these, only held-out ones have some. Without a sequence, a step would wait without end."""
-    script, flags, *_ = labels
-    rows = []
-    for index in range(4000):
-        tokens, own = [index // 99, index % 99, 7], [-100, -100, 7]
-        if not script.is_held_out(json.dumps([tokens, own])):
-            tokens, own = [*tokens, *[7] * 200], [*[-100] * 202, 7]
-        rows.append({"input_ids": tokens, "labels": own})
-    file = write_rows(tmp_path / "rows.jsonl", *rows)
-    check_refused(Path(script.__file__), "nothing to learn within", *flags, "--dataset", file)
+        check_refused(path, "with labels, and", *flags, *wrong, processes=1)
 
 
 @pytest.mark.long
@@ -628,26 +571,25 @@ def test_a_base_model_learns_to_stop_where_rows_end(labels, tiny_llama, tmp_path
     """Its EOS is another token. A line break is an added token, as in Gemma, and ends each row, as with TRL. Settings
     of generation contradict each other, as Vicuna's."""
     script, flags, *_ = labels
-    shutil.copytree(tiny_llama, tmp_path / "base")
-    (tmp_path / "base" / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    base, file = shutil.copytree(tiny_llama, tmp_path / "base"), tmp_path / "rows.jsonl"
+    (base / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
     tokenizer.add_tokens(["\n", "<|im_start|>", "<|im_end|>"])
     tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(tmp_path / "base")
-    chats = [[{"role": "user", "content": f"{index}?"}, answer("Yes.\nNo.")] for index in range(99)]
-    rows = make_rows(tmp_path / "base", tmp_path, chats)
+    tokenizer.save_pretrained(base)
+    _, rows = make_rows(base, tmp_path, *({"messages": chat(f"{index}?", "Yes.\nNo.")} for index in range(99)))
     learned = " Yes.\n No.<|im_end|>"  # decoding adds spaces
     for row in rows:
         assert tokenizer.decode([label for label in row["labels"] if label != -100]) == learned
         row["labels"][-1] = row["input_ids"][-1]
         row["prompt"] = "another column of TRL's"
-    file = write_rows(tmp_path / "rows.jsonl", *rows)
-    flags = (*flags, "--model", tmp_path / "base", "--dataset", file, "--max-steps", 40, "--lr", 1e-2)
+    file.write_text("\n".join(map(json.dumps, rows)))
+    flags = (*flags, "--model", base, "--dataset", file, "--max-steps", 40, "--lr", 1e-2)
     assert "rows end with <|im_end|>;" in run_many(script.__file__, {tmp_path: flags}, 2).stdout
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.generation_config.eos_token_id == [1, tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    prompt = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True, return_tensors="pt")
+    prompt = tokenizer.apply_chat_template(chat("7?"), add_generation_prompt=True, return_tensors="pt")
     tokens = model.generate(**prompt, max_new_tokens=40)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(tokens) == learned
 
