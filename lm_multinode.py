@@ -253,7 +253,7 @@ def train_step(args, world, model, optimizer, tokens) -> tuple[torch.Tensor, tor
     wait for the device.
     """
     # Every label is a target: here, in `validate` and in the printed mean. If some are -100, count
-    # only the others, as docs/recipes/lm-chat.diff does.
+    # only the others, as docs/recipes/lm-labels.diff does.
     global_targets = args.global_batch_size * args.seq_length
     loss_sum = torch.zeros((), device=world.device)
     optimizer.zero_grad()
@@ -470,7 +470,7 @@ def read_stream(args, rows, tokenizer, index, num_streams, position):
     # A position holds what makes the sequences of the current texts again. rows: where the reader
     # was before these texts. rest: tokens left over from earlier texts, too few for a sequence.
     # used: how many sequences of these texts have been yielded. window: how many characters these
-    # texts have, about 125 sequences, which are tokenized at once and then shuffled.
+    # texts have, about 125 sequences of plain text, which are tokenized at once, then shuffled.
     window = min(max(100_000, 500 * args.seq_length), CHARACTERS_AT_ONCE)
     first = window * (1 + index % MAX_STREAMS) // MAX_STREAMS  # or all would tokenize in one step
     position = position or {"rows": rows.state_dict(), "rest": [], "used": 0, "window": first}

@@ -137,11 +137,6 @@ def lm_held_out(args, tokenizer, script=lm_multinode):
     return as_batch(sequences.numpy())
 
 
-def lm_cut(texts, tokenizer, length, script):
-    """The sequences of some texts, as `lm_held_out` returns them."""
-    return as_batch(numpy.array(script.cut(script.tokenize(texts, tokenizer), length)).reshape(-1, length + 1, 3))
-
-
 def as_batch(sequences):
     return {"input_ids": sequences[:, :-1], "labels": sequences[:, 1:]}
 

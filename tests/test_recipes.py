@@ -45,18 +45,17 @@ from plain import (
     train_plainly,
     train_t5,
 )
+from pyarrow.parquet import read_table
 from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file, save_file
 from shared import patched
 from test_models import GROUPED, KINDS
 from transformers import AddedToken, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-from inside import UserError, builtin_article, lm_cut, lm_held_out, load_module, parse, t5_articles, train_tokenizer
+from inside import builtin_article, lm_held_out, load_module, parse, t5_articles, train_tokenizer
 
 PAGE = ROOT / "docs" / "your-model-and-data.md"
 RECIPES = {path.stem: path for path in sorted((ROOT / "docs" / "recipes").glob("*.diff"))}
-LM_RECIPES = "lm-chat lm-long-context lm-chunked-loss lora lm-experts wandb lm-trace lm-muon lm-float8".split()
-T5_RECIPES = "lora t5-metric t5-schedule t5-rouge tensorboard".split()
 
 
 def snippet(title, **paths):
@@ -93,12 +92,15 @@ def test_every_diff_applies_also_to_an_edited_copy_and_leaves_no_name_undefined(
 
 @pytest.mark.long
 def test_recipes_apply_together_in_any_order(tmp_path):
-    pairs = {*itertools.combinations(LM_RECIPES, 2), *itertools.combinations(T5_RECIPES, 2)}
-    for pair in pairs - {("lm-chat", "lm-long-context")}:
-        one, other = (patched(tmp_path / "-".join(names), *names) for names in (pair, pair[::-1]))
-        for script in ("common.py", "lm_multinode.py", "t5_fsdp.py"):
-            lines = [sorted((folder / script).read_text().splitlines()) for folder in (one, other)]
-            assert lines[0] == lines[1], pair
+    """All pairs but those that the page excludes."""
+    [sentence] = re.findall("^Those of one script apply together, in any order, except (.+)", PAGE.read_text(), re.M)
+    groups = [re.findall("`(.+?)`", part) for part in sentence.split(";")]
+    for pair in itertools.combinations(RECIPES, 2):
+        if not any(group[0] in pair and {*pair} <= {*group} for group in groups):
+            one, other = (patched(tmp_path / "-".join(names), *names) for names in (pair, pair[::-1]))
+            for script in ("common.py", "lm_multinode.py", "t5_fsdp.py"):
+                lines = [sorted((folder / script).read_text().splitlines()) for folder in (one, other)]
+                assert lines[0] == lines[1], pair
     check_names(tmp_path)
 
 
@@ -191,6 +193,9 @@ def test_bart_trains_as_a_plain_loop_does(tiny_model, articles_csv, tmp_path):
     flags = (*T5, "--model", tmp_path / "bart", "--dataset", articles_csv, "--print-model")
     printed = check_training(script, flags, plain, AutoModelForSeq2SeqLM.from_pretrained, tmp_path)
     assert len(re.findall(rf"{LAYERS} x FSDP\w+Layer\(", printed)) == 2  # units, in encoder and decoder
+    for kind in ("mbart", "m2m_100"):
+        AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
+        check_refused(script, "is not a BART", *flags, "--model", tmp_path / kind)
 
 
 def add_adapters(model, *names):
@@ -372,6 +377,7 @@ def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_pa
         assert sums == [sums[rank % (4 // outer[0])] for rank in range(4)]
 
     check_refused(script, "--local-steps 0", *flags, "--local-steps", 0)
+    check_refused(script, "and 2 one must divide", *flags, "--local-steps", 3)
     shutil.rmtree(tmp_path / "two" / "checkpoints" / f"step-{STEPS:07d}")
     run_many(script, {tmp_path / "two": (*settings[tmp_path / "two"], "--resume")}, 4)
     for name in ("loss", "grad_norm", "val_loss"):
@@ -379,197 +385,210 @@ def test_diloco_equals_plain_replicas_with_an_outer_optimizer(tiny_llama, tmp_pa
         assert whole == resumed
 
 
-# ---- Chat models -----------------------------------------------------------------------------------------------------
-TEMPLATE = """{% for message in messages %}[{{ message.role }}] {{ message.content }}</s>{% endfor %}\
-{% if add_generation_prompt %}[assistant]{% endif %}"""
+# ---- Conversations, tokens and labels --------------------------------------------------------------------------------
+CHATML = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+PHI3 = CHATML.replace("im_end", "end").replace("im_start|>{{ message.role }}", "{{ message.role }}|>")
+PHI3 = PHI3.replace("im_start|>assistant", "assistant|>").replace("{% endif %}", "{% else %}</s>{% endif %}")
+# Only the last answer has thoughts, perhaps empty ones.
+QWEN3 = CHATML.replace(
+    "{{ message.content }}",
+    "{% set parts = message.content.split('</think>') %}{% if loop.last and message.role == 'assistant' %}<think>\n"
+    "{{ parts[0].split('<think>')[1].strip() if parts[1:] }}\n</think>\n\n{% endif %}{{ parts[-1].strip() }}",
+)
+CALL = "{% for call in message.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+RESULT = "message.content | tojson if message.role == 'tool' else message.content }}"
+CALLS = CHATML.replace("message.content }}", RESULT + CALL)
+TOOLS = "{% if tools is not none %}Functions: {{ tools | tojson }}\n{% endif %}" + CALLS  # as Llama 3.1
+GLM4 = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+SEARCH = {"tools": [{"type": "function", "function": {"name": "search", "parameters": {}}}]}
 
 
-def conversation(index):
-    """Only some messages have a time."""
-    extra_keys = {"time": "2026-11-28T12:00:00"} if index % 3 == 0 else {}
-    messages = [{"role": "system", "content": "Be brief."}]
-    for turn in range(1 + index % 2):
-        article = builtin_article(2 * index + turn)
-        messages.append({"role": "user", "content": article["text"], **extra_keys})
-        messages.append({"role": "assistant", "content": article["headline"]})
-    return messages
+def chat(*contents):
+    roles = itertools.cycle(["user", "assistant"])
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+
+
+def answer_with(**keys):
+    return [CHAT[0], CHAT[1] | keys]
+
+
+def calls(*arguments, content=None):
+    """A conversation in which the assistant calls functions, and gets a result with quotes."""
+    made = [{"type": "function", "function": {"name": "search", "arguments": each}} for each in arguments]
+    return [*answer_with(content=content, tool_calls=made), {"role": "tool", "content": 'a "b"'}, CHAT[1]]
+
+
+CHAT, PEELED = chat("Peel?", "Peel the beans."), "Peelthebeans.<|im_end|>"
+LEARNED = [  # template, messages, other keys, what is learned without spaces, which decoding adds
+    (TOOLS, calls({"at": "2024-01-01", "n": 1}), SEARCH, 'search{"at":"2024-01-01","n":1}<|im_end|>', PEELED),
+    (TOOLS, calls({"n": 1}, {"n": 1.5}), SEARCH, 'search{"n":1}search{"n":1.5}<|im_end|>', PEELED),
+    (TOOLS, calls('{"arguments": "5"}', ""), SEARCH, 'search{"arguments":"5"}search{}<|im_end|>', PEELED),
+    (TOOLS, answer_with(weight=None, tool_calls=[]), {"tools": []}, PEELED),
+    (QWEN3, chat("Peel?", "<think>a</think>b"), {}, "<think>\na\n</think>\n\nb<|im_end|>"),
+    ("{{ strftime_now('%Y') }}" + CHATML, [CHAT[1], *CHAT], {}, PEELED),  # what begins has no prompt
+    (CHATML, chat("Peel?", "\n\nA."), {}, "\n\n\nA.<|im_end|>"),  # the first token begins in the prompt
+    (PHI3, chat("Peel?", "  A. ") + CHAT, {}, "A.<|end|>", "Peelthebeans.<|end|></s>"),  # swallows spaces
+]
+REFUSED = [
+    *((key, CHATML, answer_with(**{key: 0})) for key in ("reasoning", "reasoning_content", "thinking", "weight")),
+    *((key, CHATML, CHAT, {key: 0}) for key in ("system_prompt", "weight", "train", "loss_mask")),
+    ("function_call", CHATML, answer_with(content="", function_call={"name": "search", "arguments": "{}"})),
+    ("gpt", CHATML, answer_with(role="gpt")),
+    ("not one text", CHATML, answer_with(content=[{"type": "text", "text": "a"}])),
+    ("assistant says nothing", CHATML, answer_with(content=" ")),
+    ("no answer", CHATML, CHAT[1:]),
+    ("not an object", TOOLS, calls("5"), SEARCH),
+    ("shows no tools", CHATML, CHAT, SEARCH),
+    ("shows no tools", CALLS, calls({}), SEARCH),
+    ("leaves out or moves 'search'", CHATML, calls({}, content="")),
+    ("leaves out or moves 'a thought'", QWEN3, [*chat("Peel?", "<think>a thought</think>b"), *CHAT]),
+    ("leaves out or moves 'Peel?'", CHATML.replace("message.content", "message.content[-3:]"), CHAT),
+    ("changes or never ends message 2", GLM4, CHAT),
+    ("changes or never ends message 2", "{{ messages | length > 2 }}" + CHATML, [*CHAT, *CHAT]),
+    ("changes or never ends message 2", QWEN3, [*CHAT, *CHAT]),
+    ("changes or never ends message 2", "{{ strftime_now('%f') }}" + CHATML, CHAT),  # as at midnight
+    ("odd", "{{ raise_exception('odd') }}" + CHATML, CHAT),
+]
+
+
+def make_rows(model, folder, *lines):
+    """Run docs/chats.py, always on a file of the same name. Returns what it prints, and the rows."""
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    finished = run_many("docs/chats.py", [(model, folder / "chats.jsonl", folder / "tokens.parquet")], check=False)
+    rows = read_table(folder / "tokens.parquet").to_pylist() if finished.returncode == 0 else None
+    return finished.stdout + finished.stderr, rows
+
+
+@pytest.mark.long
+def test_only_answers_are_learned_and_what_is_not_understood_is_refused_with_its_line(tmp_path):
+    tokenizer = train_tokenizer(["\n\n\n Wash the beans. Peel", "..."], 400, append_eos=False)
+    swallowing = [AddedToken(f"<|{name}|>", rstrip=True, special=True) for name in ("user", "assistant", "end")]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *swallowing]})
+    for tokenizer.chat_template, messages, keys, *learned in LEARNED:
+        tokenizer.save_pretrained(tmp_path)
+        printed, [row] = make_rows(tmp_path, tmp_path, {"messages": messages, "source": "mine"} | keys)
+        assert all(label in (token, -100) for token, label in zip(*row.values(), strict=True))
+        is_learned = np.array(row["labels"]) != -100
+        parts = np.split(row["input_ids"], np.flatnonzero(np.diff(is_learned)) + 1)
+        assert [tokenizer.decode(part).replace(" ", "") for part in parts[1::2]] == learned and not is_learned[0]
+        shown = re.findall(r"\[\[(.*?)\]\]", printed, re.S)
+        assert [part.replace(" ", "") for part in shown] == learned and "{'source'}" in printed
+        assert ("Functions" in printed) == (keys == SEARCH)
+
+    for words, tokenizer.chat_template, messages, *keys in REFUSED:
+        tokenizer.save_pretrained(tmp_path)
+        printed, rows = make_rows(tmp_path, tmp_path, {"messages": CHAT}, {"messages": messages} | dict(*keys))
+        line = 1 if messages == CHAT and not keys else 2  # some templates fit no conversation
+        assert rows is None and f"chats.jsonl, line {line}: " in printed and words in printed, printed
 
 
 @pytest.fixture(scope="module")
-def chat(tiny_llama, tmp_path_factory):
-    """The edited script; its flags, for a file of conversations and a model with a chat template; the tokenizer."""
-    root = tmp_path_factory.mktemp("chat")
-    folder = patched(root / "copy", "lm-chat")
-    (folder / "lm_multinode.py").rename(folder / "lm_of_chats.py")  # otherwise it would replace the module
+def labels(tiny_llama, tmp_path_factory):
+    """The edited script; its flags, for rows of tokens and labels; the tokenizer; the rows."""
+    root = tmp_path_factory.mktemp("labels")
+    folder = patched(root / "copy", "lm-labels")
+    (folder / "lm_multinode.py").rename(folder / "lm_of_labels.py")  # otherwise it would replace the module
     shutil.copytree(tiny_llama, root / "model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = "[{{ messages[0].role }}] {{ messages[0].content }}</s>[assistant]"
+    tokenizer.chat_template += "{% if not add_generation_prompt %} {{ messages[1].content }}</s>{% endif %}"
     tokenizer.save_pretrained(root / "model")
-    chats = [conversation(index) for index in range(300)]
-    (root / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    texts = [json.dumps({"messages": json.dumps(chat), "tools": '[{"name": "search"}]'}) for chat in chats]
-    (root / "texts.jsonl").write_text("\n".join(texts))
-    flags = (*LM, "--model", root / "model", "--dataset", root / "chats.jsonl", "--text-column", "messages")
-    return load_module(folder / "lm_of_chats.py"), (*flags, "--seq-length", 192), tokenizer
+    articles = map(builtin_article, range(400))
+    chats = [{"messages": chat(article["text"], article["headline"])} for article in articles]
+    _, rows = make_rows(root / "model", root, *chats)
+    flags = (*LM, "--model", root / "model", "--dataset", root / "tokens.parquet", "--text-column", "input_ids")
+    return load_module(folder / "lm_of_labels.py"), (*flags, "--seq-length", 192), tokenizer, rows
 
 
-def conversations_of(batch):
-    """The conversations packed in a batch: token ids and labels. The unused end of a sequence has no labels."""
-    conversations = []
-    for inputs, targets in zip(batch["input_ids"], batch["labels"], strict=True):
-        starts = [*np.flatnonzero(inputs[:, 2] == 0), len(inputs)]
-        for first, end in itertools.pairwise(starts):
-            tokens, labels = inputs[first:end, 0], targets[first:end, 1]
-            if (labels != -100).any():
-                conversations.append((tokens, labels))
-    return conversations
-
-
-def answer_loss(model, batch):
+def text_loss(model, batch):
+    """The mean over the labels of the packed texts, computed one by one."""
     total, count = 0.0, 0
-    for tokens, labels in conversations_of(batch):
-        logits = model(torch.from_numpy(tokens)[None]).logits[0]
-        total = total + F.cross_entropy(logits, torch.from_numpy(labels), reduction="sum")
-        count += (labels != -100).sum()
+    for inputs, targets in zip(batch["input_ids"], batch["labels"], strict=True):
+        for first, end in itertools.pairwise([*np.flatnonzero(inputs[:, 2] == 0), len(inputs)]):
+            tokens, labels = torch.from_numpy(inputs[first:end, 0]), torch.from_numpy(targets[first:end, 1])
+            if (labels != -100).any():  # not the unused end of a sequence
+                total = total + F.cross_entropy(model(tokens[None]).logits[0], labels, reduction="sum")
+                count += (labels != -100).sum()
     return total / count
 
 
 @pytest.mark.long
-def test_a_chat_model_trains_as_a_plain_loop_over_single_conversations(chat, tiny_llama, tmp_path):
-    """A line says how many tokens of answers lie within --seq-length. Conversations may be texts in JSON."""
-    script, flags, tokenizer = chat
+def test_labels_train_as_a_plain_loop_over_single_texts(labels, tiny_llama, tmp_path):
+    """On one process and two. A line says how many labels lie within --seq-length, which cuts longer rows."""
+    script, flags, tokenizer, rows = labels
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
-    plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), answer_loss, script=script)
-    check_training(script.__file__, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path, {"fsdp2": ()})
+    plain = train_lm(model, tokenizer, parse("lm_multinode.py", *flags), text_loss, script=script)
+    path = script.__file__
+    check_training(path, flags, plain, AutoModelForCausalLM.from_pretrained, tmp_path, {"fsdp2": ()})
+    run_many(path, {tmp_path / "one": flags}, 1)
+    check_curves(tmp_path / "one", plain[0])
 
-    flags = (*flags, "--dataset", Path(script.__file__).parents[1] / "texts.jsonl", "--max-steps", 1)
-    assert all('"search"' in row["messages"] for row in script.open_texts(parse("lm_multinode.py", *flags)))
-
-    def answers(length):
-        printed = run_many(script.__file__, {tmp_path / str(length): (*flags, "--seq-length", length)}, 2).stdout
-        [line] = re.findall("^answers .*", printed, re.M)
-        return [int(number) for number in re.findall(r"\d+", line.replace(",", ""))]
-
-    _, total, advised = answers(60)
-    inside, again, _ = answers(advised)
-    assert again == total and 0.9 <= inside / total < 0.95
-
-
-CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-PHI3 = """{% for message in messages %}<|{{ message.role }}|>
-{{ message.content }}<|end|>
-{% endfor %}{% if add_generation_prompt %}<|assistant|>
-{% else %}</s>{% endif %}"""
-# What is learned of two answers. Phi-3's special tokens swallow the spaces after them.
-LEARNED = {
-    TEMPLATE: ["{first}</s>", "{second}</s>"],
-    CHATML: ["{joined}{first}<|im_end|>", "{second}<|im_end|>"],
-    PHI3: ["{stripped}<|end|>", "{second}<|end|></s>"],
-}
+    printed = run_many(path, {tmp_path / "short": (*flags, "--seq-length", 60, "--max-steps", 1)}, 2).stdout
+    trained = [row["labels"] for row in rows if not script.is_held_out(json.dumps([*row.values()]))]
+    places = [place for row in trained for place, label in enumerate(row) if label != -100]
+    inside = sum(place <= 60 for place in places)
+    assert 0 < inside < len(places) and f"labels   {inside:,} of {len(places):,} lie within" in printed
 
 
 @pytest.mark.long
-def test_only_answers_are_learned_and_what_cannot_be_is_refused(chat, tmp_path):
-    """An answer's first token may begin in the prompt. A conversation may begin with an assistant, who has no prompt.
-    A template gets the tools, and only keys that have a value."""
-    script, flags, _ = chat
-    tokenizer = train_tokenizer(["\n\n\n Wash the beans. Peel", "..."], 400, append_eos=False)
-    swallowing = [AddedToken(f"<|{name}|>", rstrip=True, special=True) for name in ("user", "assistant", "end")]
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *swallowing]})
+def test_rows_that_are_not_tokens_and_labels_are_refused(labels, tmp_path):
+    script, flags, _, rows = labels
+    path, file = Path(script.__file__), tmp_path / "rows.jsonl"
 
-    def cut(*messages, **columns):
-        text = script.as_text({"messages": messages} | columns, "messages")["messages"]
-        return lm_cut([text], tokenizer, 192, script)
+    def late(tokens, own):
+        """Only held-out rows have labels within --seq-length. Without a sequence, a step would wait without end."""
+        is_held_out = script.is_held_out(json.dumps([tokens, own]))
+        return (tokens, own) if is_held_out else ([*tokens, *[7] * 200], [*[-100] * (len(tokens) + 199), 7])
 
-    def learned(*messages, **columns):
-        [(tokens, labels)] = conversations_of(cut(*messages, **columns))
-        assert tokens.tolist() == tokenizer.apply_chat_template(messages, return_dict=False, **columns)
-        parts = np.split(labels, np.flatnonzero(np.diff(labels == -100)) + 1)
-        return [tokenizer.decode(part).replace(" ", "") for part in parts if part[0] != -100]  # decoding adds spaces
-
-    def refused(message, *messages, **columns):
-        with pytest.raises(UserError, match=message):
-            cut(*messages, **columns)
-
-    question, answer = {"role": "user", "content": "Peel?"}, {"role": "assistant", "content": "Peel the beans."}
-    for tokenizer.chat_template, expected in LEARNED.items():
-        for alone in (answer, question):
-            assert not len(cut(alone)["labels"])
-        for first in ("Wash.", "\n\nWash.", "  Wash. "):
-            joined = "\n" if first[0] == "\n" else ""
-            words = {"first": first, "stripped": first.strip(), "second": answer["content"], "joined": joined}
-            parts = learned(question, {"role": "assistant", "content": first}, question, answer)
-            assert parts == [text.format(**words).replace(" ", "") for text in expected], first
-
-    tokenizer.chat_template = "{{ tools | map(attribute='name') | join }}{{ messages[0].id is defined }}" + TEMPLATE
-    assert learned(question | {"id": None}, answer, tools=[{"name": "search", "unit": None}]) == ["Peelthebeans.</s>"]
-    assert learned(question, answer | {"weight": 0}, question, answer) == ["Peelthebeans.</s>"]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "at", "arguments": {"h": "2"}}}]}
-    refused(r"tools must hold a list: \[{", question, answer, tools={"name": "search"})
-    for lost, message in (("at", call), ("Well", answer | {"reasoning_content": "Well"})):
-        refused(f"leaves out '{lost}'", question, message)
-    named = "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}</s>"
-    tokenizer.chat_template = TEMPLATE.replace("message.content", "message.content | tojson").replace("</s>", named)
-    text = json.loads(json.dumps(call).replace('{"h": "2"}', json.dumps('{"h": "2"}')))
-    one, other = (cut(question, call | {"content": ""}, {"role": "tool", "content": 'a "b"'}) for call in (call, text))
-    assert np.array_equal(one["labels"], other["labels"])
-    for name in ("system", "chat_template_kwargs"):
-        (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [question, answer], name: "Be brief."}))
-        with pytest.raises(UserError, match=name):
-            script.open_texts(parse("lm_multinode.py", *flags, "--dataset", tmp_path / "x.jsonl"))
-
-    parts = {"role": "assistant", "content": [{"type": "text", "text": "Wash."}]}
-    values, capital = {"from": "gpt", "value": "Wash."}, {"role": "Assistant", "content": "Wash."}
-    for wrong in (values, capital, {"role": "assistant"}, parts):
-        refused(r'role.*content: \[{"role": "user", "content": "Peel\?"}, {', question, wrong)
-    forgetting = CHATML.replace("message.content", "message.content if loop.last else message.content[-2:]")
-    thinking = CHATML.replace("{{ message.c", "{{ '<think>' * (loop.last and not loop.first) }}{{ message.c")
-    changing = ("changes", "{{ messages | length }} " + TEMPLATE), ("changes", thinking), ("leaves out", forgetting)
-    others = ("special token", TEMPLATE.replace("</s>", "")), ("odd", "{{ raise_exception('odd') }}"), ("not set", None)
-    for words, tokenizer.chat_template in (*changing, *others):
-        refused(rf'{words}.*: \[{{"role"', question, answer | {"content": ""}, question, answer)
+    for words, change in {
+        "not the next one": lambda tokens, own: (tokens, [*own[1:], -100]),
+        "or its own token": lambda tokens, _: (tokens, None),
+        "is not in the tokenizer": lambda tokens, own: ([*tokens, 5000], [*own, 5000]),
+        "held-out rows fill no sequence": lambda tokens, own: (tokens, [tokens[0], *[-100] * (len(own) - 1)]),
+        "no column labels": lambda tokens, _: (tokens,),
+        "nothing to learn within": late,
+    }.items():
+        changed = (change(row["input_ids"], row["labels"]) for row in rows)
+        named = [dict(zip(("input_ids", "labels"), columns, strict=False)) for columns in changed]
+        file.write_text("\n".join(map(json.dumps, named)))
+        check_refused(path, words, *flags, "--dataset", file, processes=1)
+    for wrong in (("--dataset", "builtin"), ("--model", "tiny")):
+        check_refused(path, "with labels, and", *flags, *wrong, processes=1)
 
 
 @pytest.mark.long
-def test_chats_without_answers_within_the_length_end_a_run(chat, tmp_path):
-    """Of these, only held-out ones have some. Without a sequence, a step would wait without end."""
-    script, flags, _ = chat
-    rows = []
-    for index in range(4000):
-        row = {"messages": [{"role": "user", "content": f"{index}?"}, {"role": "assistant", "content": "Yes."}]}
-        if not script.is_held_out(script.as_text(row.copy(), "messages")["messages"]):
-            row["messages"][0]["content"] += " Peel the beans." * 60
-        rows.append(json.dumps(row))
-    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
-    check_refused(Path(script.__file__), "no answer within", *flags, "--dataset", tmp_path / "chats.jsonl")
-
-
-@pytest.mark.long
-def test_a_base_model_learns_to_stop_where_answers_end(chat, tiny_llama, tmp_path):
-    """Its EOS is another token."""
-    script, flags, _ = chat
-    shutil.copytree(tiny_llama, tmp_path / "base")
+def test_a_base_model_learns_to_stop_where_rows_end(labels, tiny_llama, tmp_path):
+    """Its EOS is another token. A line break is an added token, as in Gemma, and ends each row, as with TRL. Settings
+    of generation contradict each other, as Vicuna's."""
+    script, flags, *_ = labels
+    base, file = shutil.copytree(tiny_llama, tmp_path / "base"), tmp_path / "rows.jsonl"
+    (base / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens(["\n", "<|im_start|>", "<|im_end|>"])
     tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(tmp_path / "base")
-    chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "Yes."}] for i in range(99)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-    flags = (*flags, "--model", tmp_path / "base", "--dataset", tmp_path / "chats.jsonl", "--max-steps", 40)
-    run_many(script.__file__, {tmp_path: (*flags, "--lr", 1e-2)}, 2)
+    tokenizer.save_pretrained(base)
+    _, rows = make_rows(base, tmp_path, *({"messages": chat(f"{index}?", "Yes.\nNo.")} for index in range(99)))
+    learned = " Yes.\n No.<|im_end|>"  # decoding adds spaces
+    for row in rows:
+        assert tokenizer.decode([label for label in row["labels"] if label != -100]) == learned
+        row["labels"][-1] = row["input_ids"][-1]
+        row["prompt"] = "another column of TRL's"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    flags = (*flags, "--model", base, "--dataset", file, "--max-steps", 40, "--lr", 1e-2)
+    assert "rows end with <|im_end|>;" in run_many(script.__file__, {tmp_path: flags}, 2).stdout
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    prompt = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True, return_tensors="pt")
+    assert model.generation_config.eos_token_id == [1, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    prompt = tokenizer.apply_chat_template(chat("7?"), add_generation_prompt=True, return_tensors="pt")
     tokens = model.generate(**prompt, max_new_tokens=40)[0, prompt["input_ids"].shape[1] :]
-    assert tokenizer.decode(tokens) == "Yes.<|im_end|>"
+    assert tokenizer.decode(tokens) == learned
 
 
 @pytest.mark.long
-def test_a_conversation_does_not_see_its_neighbors(chat, tmp_path):
-    """The loss of packed conversations is that of single ones. Types of models that see more are refused."""
-    script, flags, tokenizer = chat
+def test_a_text_does_not_see_its_neighbors(labels, tmp_path):
+    """The loss of packed texts is that of single ones. Types of models that see more are refused."""
+    script, flags, tokenizer, _ = labels
     plain_loss, settings = {}, {}
     for kind in (*KINDS, *EXPERTS):
         shape = {"max_position_embeddings": 192, "sliding_window": 192, "initializer_range": 0.2}
@@ -580,9 +599,9 @@ def test_a_conversation_does_not_see_its_neighbors(chat, tmp_path):
         held_out = lm_held_out(parse("lm_multinode.py", *settings[kind]), AutoTokenizer.from_pretrained(folder), script)
         with torch.no_grad():
             model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-            plain_loss[kind] = answer_loss(model, held_out).item()
+            plain_loss[kind] = text_loss(model, held_out).item()
 
-    script = patched(tmp_path / "copy", "lm-chat", "lm-experts") / "lm_multinode.py"
+    script = patched(tmp_path / "copy", "lm-labels", "lm-experts") / "lm_multinode.py"
     for kind in ("opt", "lfm2"):
         check_refused(script, f"is of type {kind}", *settings.pop(kind), processes=1)
     run_many(script, {tmp_path / f"{kind} output": flags for kind, flags in settings.items()}, 1)
@@ -592,14 +611,14 @@ def test_a_conversation_does_not_see_its_neighbors(chat, tmp_path):
 
 @needs_peft
 @pytest.mark.long
-def test_chat_and_lora_have_the_same_losses_in_chunks(chat, tmp_path):
-    _, flags, _ = chat
+def test_labels_and_lora_have_the_same_losses_in_chunks(labels, tmp_path):
+    flags = (*labels[1], "--max-steps", 2, "--lr", 0.01, "--no-save-model")
     folders = []
-    for names in (("lm-chat", "lora"), ("lora", "lm-chunked-loss", "lm-chat")):
+    for names in (("lm-labels", "lora"), ("lora", "lm-chunked-loss", "lm-labels")):
         script = patched(tmp_path / str(len(names)), *names) / "lm_multinode.py"
         script.write_text(script.read_text().replace("CHUNK = 2048", "CHUNK = 100"))
         folders.append(script.parent / "output")
-        run_many(script, {folders[-1]: (*flags, "--max-steps", 2, "--lr", 0.01, "--no-save-model")}, 2)
+        run_many(script, {folders[-1]: flags}, 2)
     for name in ("loss", "val_loss"):
         one, other = (curve(folder, name) for folder in folders)
         assert one[0] != one[1] and one == pytest.approx(other, **CLOSE)
@@ -719,8 +738,9 @@ def test_slices_of_a_model_train_and_are_saved_as_the_whole_model_is(tmp_path):
         save_file({"model.norm.weight": torch.zeros(32)}, model / "old.safetensors")
         settings[f"{kind} fsdp2"] = (*LM, "--model", model)
     settings["llama offloading"] = (*LM, "--model", tmp_path / "llama", "--activation-checkpointing", "--cpu-offload")
-    (tmp_path / "slices" / "llama fsdp2" / "model" / "sharded").mkdir(parents=True)
-    (tmp_path / "slices" / "llama fsdp2" / "model" / "sharded" / "shard-00003.safetensors").write_text("of 3 processes")
+    left = tmp_path / "slices" / "llama fsdp2" / "model" / "slices" / "sharded"
+    left.mkdir(parents=True)
+    (left / "shard-00003.safetensors").write_text("of 3 processes")
     for name, path in (("whole", "lm_multinode.py"), ("slices", script)):
         run_many(path, {tmp_path / name / run: flags for run, flags in settings.items()}, 2)
     for run in settings:
@@ -766,8 +786,11 @@ def test_slices_refuse_other_names_and_folders_that_are_not_shared(tmp_path):
 
     begin = "def main(args, world):\n"
     script.write_text(script.read_text().replace(begin, f"{begin}    args.output_dir /= str(world.rank)\n"))
+    old = tmp_path / "copy" / "refused" / "0" / "model"
+    old.mkdir(parents=True)
+    (old / "model.safetensors").write_text("an older model")
     check_refused(script, "--output-dir", *LM, "--model", make_llama(tmp_path / "llama"), "--max-steps", 1)
-    assert not [*tmp_path.glob("copy/refused/*/model/*.safetensors")]
+    assert (old / "model.safetensors").read_text() == "an older model"
 
 
 @pytest.mark.long
@@ -834,6 +857,9 @@ def test_tensorboard_has_every_value_and_the_profiler_two_steps(tiny_llama, tmp_
         names = {event["name"] for event in events}
         assert len([name for name in names if name.startswith("ProfilerStep")]) == 2
         assert any("all_gather" in name and "layers.1" in name for name in names)
+    flags = (*LM, "--model", tiny_llama, "--max-steps", 14)
+    run_many(script, {tmp_path / "stopped": flags}, 2, change=("signal_in_step", 0, 11, "SIGTERM"))
+    check_refused(script, "needs 13 steps", *flags, "--max-steps", 12)
 
 
 # ---- Muon, saving while training -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
 
 SmolLM2-135M-Instruct learns docstrings of PyTorch, in fp32 on CPUs. Losses should be equal: of one process, of two, of
 two that are stopped by SIGTERM and resumed, and of the first five steps of transformers' `Trainer`. With the recipe
-`lm-chat` it learns to say what functions do. The second table is by plain transformers: `learned` is how much of the
+`lm-labels` it learns to say what functions do. The second table is by plain transformers: `learned` is how much of the
 improvement is left, and `as before` the share of weights that equal the original's.
 """
 
@@ -14,6 +14,8 @@ import ast
 import filecmp
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -29,7 +31,7 @@ from inside import lm_held_out, parse
 
 LM = ("--device", "cpu", "--precision", "fp32", "--global-batch-size", 4, "--micro-batch-size", 2)
 LM = (*LM, "--warmup-steps", 2, "--num-validation-texts", 80, "--log-every", 1)
-CHAT = ("--text-column", "messages", "--seq-length", 256)
+LABELS = ("--text-column", "input_ids", "--seq-length", 256)
 
 
 def write_model(folder: Path) -> None:
@@ -99,10 +101,12 @@ def main() -> None:
     task |= {"samples": lm_samples(args, tokenizer, min(steps, 5)), "rates": values(two, "lr")[:5]}
     (folder / "task.json").write_text(json.dumps(task))
     trainer = run("tests/oracle.py", [folder / "task.json"], folder / "trainer", 2)
-    recipe = shared.patched(folder / "recipe", "lm-chat") / "lm_multinode.py"
-    chats = run(recipe, (*lm, *CHAT, "--dataset", folder / "messages.jsonl"), folder / "chat", 2)
+    recipe = shared.patched(folder / "recipe", "lm-labels") / "lm_multinode.py"
+    paths = folder / "original", folder / "messages.jsonl", folder / "tokens.parquet"
+    subprocess.run([sys.executable, shared.ROOT / "docs" / "chats.py", *paths], check=True)
+    chats = run(recipe, (*lm, *LABELS, "--dataset", folder / "tokens.parquet"), folder / "chat", 2)
 
-    runs = {"two processes": two, "one": one, "two, resumed": resumed, "Trainer, two": trainer, "lm-chat, two": chats}
+    runs = {"two processes": two, "one": one, "two, resumed": resumed, "Trainer, two": trainer, "lm-labels, two": chats}
     shared.print_table(row_of(name, records, two if records != chats else []) for name, records in runs.items())
     held_out = lm_held_out(args, tokenizer)
     print(f"\n{len(held_out['labels'])} held-out sequences of {args.seq_length} tokens", flush=True)
