@@ -318,9 +318,9 @@ def one_gpu(script):
     torch.accelerator.set_device_index = set_device
 
 
-def small_windows(script):
-    """Streams tokenize about 5,000 characters at once."""
-    script.CHARACTERS_AT_ONCE = 5000
+def single_texts(script):
+    """Streams tokenize one text at a time."""
+    script.CHARACTERS_AT_ONCE = 1
 
 
 def unname_layers(script):

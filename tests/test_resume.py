@@ -138,6 +138,7 @@ def test_64_processes_stop_and_32_or_one_continue(tiny_llama, texts, tmp_path):
     assert one == pytest.approx({step: many[step] for step in one}, **AFTER_ADAM)
 
 
+@pytest.mark.long
 def test_a_run_that_is_at_its_end_validates_and_exports(articles_csv, tiny_model, tmp_path):
     """It was stopped within its first epoch, and goes no further; or it trains for no epoch."""
     flags = (*T5, "--dataset", articles_csv, "--model", tiny_model, "--resume")
@@ -150,25 +151,23 @@ def test_a_run_that_is_at_its_end_validates_and_exports(articles_csv, tiny_model
         AutoModelForSeq2SeqLM.from_pretrained(folder / "best")
 
 
-def test_each_pass_over_the_texts_is_counted_once(tiny_llama, texts, tmp_path):
-    """Also after a resume, on another number of processes. The count is that of what was trained on, up to a window."""
-    lines = texts.read_text().splitlines(keepends=True)[:60]
-    (tmp_path / "few.jsonl").write_text("".join(lines))
+@pytest.mark.long
+def test_each_pass_over_the_texts_is_counted_once(tiny_llama, tmp_path):
+    """Also after a resume, on another number of processes."""
+    texts = [builtin_article(index)["text"] for index in range(100)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     flags = (*SMALL, "--model", tiny_llama, "--dataset", tmp_path / "few.jsonl", "--validate-every", 0)
-    flags = (*flags, "--no-save-model", "--log-every", 5, "--checkpoint-every", 100, "--resume")
-    first, second = (
-        run_many(LM_SCRIPT, {tmp_path: (*flags, "--max-steps", steps)}, processes, change=("small_windows",)).stdout
-        for processes, steps in ((2, 100), (1, 200))
-    )
-    counts = [list(map(int, re.findall("^data .* at least (.+) time", text, re.M))) for text in (first, second)]
-    assert 0 < counts[0][-1] < counts[1][0] and all(values == sorted(set(values)) for values in counts)
+    flags = (*flags, "--no-save-model", "--log-every", 4, "--checkpoint-every", 20, "--resume")
+    counts = []
+    for processes, steps in ((2, 20), (1, 40)):
+        run = {tmp_path: (*flags, "--max-steps", steps)}
+        printed = run_many(LM_SCRIPT, run, processes, change=("single_texts",)).stdout
+        counts += map(int, re.findall("^data .* at least (.+) time", printed, re.M))
+    assert counts == sorted(set(counts))
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    trained = [text for text in (json.loads(line)["text"] for line in lines) if not lm_is_held_out(text)]
-    num_tokens = sum(map(len, tokenizer(trained)["input_ids"]))
-    num_passes = 200 * 16 * 32 / num_tokens
-    window = 7000 / (sum(map(len, trained)) / 16)  # of a stream, in passes: 5,000 characters and a text
-    assert num_passes - 1 - window <= counts[1][-1] <= num_passes
+    trained = [text for text in texts if not lm_is_held_out(text)]
+    num_tokens = sum(map(len, AutoTokenizer.from_pretrained(tiny_llama)(trained)["input_ids"]))
+    assert counts[-1] == pytest.approx(40 * 16 * 32 / num_tokens, abs=2)
 
 
 # ---- What may change, and what may not -------------------------------------------------------------------------------
