@@ -13,7 +13,7 @@ Llama learns Python's own reference.
         --model 150m --dataset c4 --tokenizer TinyLlama/TinyLlama_v1.1 \
         --sharding-strategy _HYBRID_SHARD_ZERO2 --micro-batch-size 8 --global-batch-size 128 \
         --seq-length 1024 --lr 4e-4 --warmup-steps 1000 --max-steps 88000 \
-        --validate-every 1000 --checkpoint-every 500 --resume --compile --layers-per-unit 4 \
+        --validate-every 1000 --checkpoint-every 500 --resume --compile --layers-per-unit 2 \
         --output-dir /SHARED/run1   # on every node; /SHARED is a folder that all nodes see
 
 Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard`, `train_step` and
@@ -21,7 +21,7 @@ Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard`, `trai
 
 Follows "Run Torch FSDP"
 (https://github.com/PrimeIntellect-ai/docs_example/tree/main/torch_fsdp_example).
-docs/from-the-documents.md lists the differences, and where the last command's numbers come from.
+docs/from-the-documents.md lists the differences, docs/multi-node.md where the last --lr is from.
 docs/your-model-and-data.md says what to change where.
 """
 
@@ -73,18 +73,18 @@ transformers.logging.disable_progress_bar()
 @dataclass
 class Args:
     # Data and model
-    model: str = "tiny"  # a row of MODELS (random weights), or pretrained: Hub name or folder
+    model: str = "tiny"  # tiny, 150m, 1b, 7b, 13b, 70b: random weights. Or a Hub name or folder
     dataset: str = "builtin"  # builtin; c4; .txt, .csv, .jsonl or .parquet files; Hub name
     text_column: str = "text"  # column with the texts
-    tokenizer: str = ""  # for a row of MODELS: Hub name or folder; else a new one is trained
-    num_validation_texts: int = 500  # texts held out, at most
+    tokenizer: str = ""  # for random weights: Hub name or folder; else a new one is trained
+    num_validation_texts: int = 500  # to validate on, at most; 5% of all texts are held out
     seq_length: int = 128  # tokens in a sequence
 
     # Training
     max_steps: int = 500  # optimizer steps; the learning rate decays until the last one
     global_batch_size: int = 0  # sequences per step on all GPUs; 0: 16, rounded up to divide evenly
     micro_batch_size: int = 4  # sequences on a GPU at once; out of memory? try 2, then 1
-    lr: float = 0.0  # peak; 0: that of the row of MODELS, or 2e-5 if pretrained
+    lr: float = 0.0  # peak; 0: the model's row in MODELS, or 2e-5 if pretrained
     warmup_steps: int = 20  # steps up to the peak learning rate
     weight_decay: float = 0.1  # for matrices; biases and norms have none
     seed: int = 1  # for weights, data order and dropout
@@ -95,7 +95,7 @@ class Args:
     ] = "FULL_SHARD"
     """roughly from least to most memory"""
     shards_per_replica: int = 0  # for the hybrids; 0: the processes of a node
-    layers_per_unit: int = 1  # decoder layers gathered at once; 4: faster if they are small
+    layers_per_unit: int = 1  # decoder layers gathered at once; 2: faster if they are small
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 if the GPU supports it
     cpu_offload: bool = False  # keep shards on the CPU: least memory, slow
     activation_checkpointing: bool = False  # recompute each layer: less memory, slower

@@ -9,7 +9,7 @@ needs no download: a small T5 learns built-in articles in about two minutes on t
     torchrun --nproc_per_node gpu t5_fsdp.py                    # a process for each GPU
     torchrun --nproc_per_node 8 t5_fsdp.py --model google-t5/t5-base --lr 3e-4 --compile \
         --dataset abisee/cnn_dailymail:3.0.0 --text-column article --summary-column highlights \
-        --num-train-samples 0 --global-batch-size 128 --layers-per-unit 4 \
+        --num-train-samples 0 --global-batch-size 128 --layers-per-unit 2 \
         --checkpoint-every 500 --resume     # run it again after any stop
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d \
         --rdzv_endpoint HEAD:29500 t5_fsdp.py ... --output-dir /SHARED/run1
@@ -24,7 +24,7 @@ Read `main` first: data, model, `build`, `train_step`. FSDP is in `shard_with_fs
 
 After each epoch, `best/` gets the model if its validation loss is the lowest. --checkpoint-every N
 also saves a checkpoint, to continue from, every N steps and after each epoch, before validation. A
-signal that stops the run always saves one.
+signal saves one, too (docs/multi-node.md says when not).
 
 Follows PyTorch's tutorial "Advanced Model Training with Fully Sharded Data Parallel (FSDP)",
 https://docs.pytorch.org/tutorials/intermediate/FSDP_advanced_tutorial.html.
@@ -109,10 +109,10 @@ class Args:
     # FSDP
     fsdp_version: Literal[2, 1] = 2  # 2: fully_shard; 1: FullyShardedDataParallel (deprecated)
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP"] = "FULL_SHARD"  # ZeRO-3 or ZeRO-2
-    layers_per_unit: int = 1  # T5Blocks gathered at once; 4: faster if they are small (not FSDP1)
+    layers_per_unit: int = 1  # T5Blocks gathered at once; 2: faster if they are small (not FSDP1)
     precision: Literal["auto", "fp32", "bf16", "bf16-reduce", "grad-bf16"] = "auto"
-    """auto: bf16 if the GPU supports it, else fp32; see PRECISIONS"""
-    backward_prefetch: Literal["pre", "post", "none"] = "pre"  # see PREFETCH
+    """auto: bf16 if the GPU supports it. bf16 reduces in fp32; grad-bf16: fp32, reduced in bf16"""
+    backward_prefetch: Literal["pre", "post", "none"] = "pre"  # when backward gathers the next unit
     cpu_offload: bool = False  # keep shards on the CPU: least memory, slow
     activation_checkpointing: bool = False  # recompute each T5Block: less memory, slower
     compile: bool = False  # torch.compile T5Blocks and loss: faster after a slow start
@@ -137,7 +137,7 @@ MUST_MATCH = (
 # ---- FSDP --------------------------------------------------------------------------------------
 
 # FSDP gathers and frees parameters in groups, called units: a T5Block, or several. All else is the
-# root unit: mostly the embedding, which encoder, decoder and output layer share.
+# root unit: mostly the embedding of encoder and decoder, in some T5s also the output layer.
 
 # The dtype for gathering parameters and computing, and the dtype for reducing gradients. The
 # optimizer's shards are always fp32.
@@ -145,7 +145,7 @@ PRECISIONS = {
     "fp32": (torch.float32, torch.float32),  # the tutorial's fp32_policy
     "bf16": (torch.bfloat16, torch.float32),  # sums of gradients stay exact enough
     "bf16-reduce": (torch.bfloat16, torch.bfloat16),  # the tutorial's bfSixteen: sends least
-    "grad-bf16": (torch.float32, torch.bfloat16),  # the tutorial's grad_bf16
+    "grad-bf16": (torch.float32, torch.bfloat16),  # the tutorial's grad_bf16: for a slow network
 }
 
 # FSDP1's names, with the value for FSDP2's reshard_after_forward.
@@ -209,7 +209,7 @@ def shard_with_fsdp2(args, world, full_model, meta_model) -> nn.Module:
 
 
 def shard_with_fsdp1(args, world, model) -> nn.Module:
-    """Collective. Shard with `FullyShardedDataParallel`: top-down, one flat parameter per unit.
+    """Collective. Shard with `FullyShardedDataParallel`: one call, one flat parameter per unit.
 
     model: the model with its weights, on every rank's CPU. FSDP moves it unit by unit.
     """

@@ -1,7 +1,7 @@
 """A small Llama learns to count: `torchrun --nproc_per_node 2 docs/minimal.py`.
 
 With only one GPU, use CPUs: `CUDA_VISIBLE_DEVICES= torchrun --nproc_per_node 2 docs/minimal.py`.
-Without the 16 lines marked FSDP, and the four that show a shard, it is a loop for one process.
+Without the 16 lines marked FSDP it is a loop for one process.
 """
 
 import gc  # FSDP
@@ -9,14 +9,13 @@ import gc  # FSDP
 import torch
 import torch.distributed as dist  # FSDP
 from torch.distributed.fsdp import fully_shard  # FSDP
-from torch.distributed.tensor import Shard  # to show a shard
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def main():
     dist.init_process_group()  # FSDP: torchrun has numbered the processes
-    rank, size = dist.get_rank(), dist.get_world_size()  # FSDP: its number, of how many
+    rank, size = dist.get_rank(), dist.get_world_size()  # FSDP: this process's number, of how many
     if torch.accelerator.is_available():  # FSDP
         torch.accelerator.set_device_index(dist.get_node_local_rank())  # FSDP: a GPU for each
 
@@ -26,9 +25,6 @@ def main():
     for layer in model.model.layers:  # FSDP
         fully_shard(layer)  # FSDP: gather the parameters of this layer only while it computes
     fully_shard(model)  # FSDP: all others; moves the model, and later its inputs, to the GPU
-    weight = model.model.layers[0].mlp.up_proj.weight  # to show a shard: of 512 rows
-    assert weight.placements == (Shard(0),)  # to show a shard: rows are divided
-    assert len(weight.to_local()) == len(torch.arange(512).chunk(size)[rank])  # to show a shard
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding: it gets the shards
 
     for step in range(1, 21):

@@ -824,7 +824,6 @@ def test_the_pages_code_generates_and_plots(tmp_path, capsys):
     exec(snippet("LM script: write with the trained model", **{"output/lm_multinode/model": tmp_path / "model"}), {})
     assert "class" in capsys.readouterr().out
     paths = {"output/lm_multinode/metrics.jsonl": tmp_path / "metrics.jsonl", "loss.png": tmp_path / "loss.png"}
-    paths["docs/whole-run.jsonl"] = ROOT / "docs/whole-run.jsonl"
     exec(snippet("metrics.jsonl, and a plot", **paths), {})
     assert (tmp_path / "loss.png").stat().st_size > 1000
 

@@ -141,7 +141,7 @@ LLAMA = ("--model", "150m", "--vocabulary", 6666, "--seq-length", 1024)
     ],
 )
 def test_the_predicted_time_is_that_of_a_gpu(gpu, batch, precision, flags, milliseconds):
-    """Checks the LM's rows in docs/results.md. In the fourth the host is the limit."""
+    """Of steps that were measured on GPUs. In the fourth the host is the limit."""
     one_step = ("--num-processes", 1, "--gpu", gpu, "--micro-batch-size", batch, "--global-batch-size", batch)
     more = ("--precision", precision, "--peak-tflops", 1)
     with traced("lm_multinode.py", *flags, *one_step, *more, build=False) as run:

