@@ -15,7 +15,6 @@ speeds are those of the printed lines, but for the first one after a start. The 
 
 import argparse
 import ast
-import collections
 import itertools
 import json
 import os
@@ -23,7 +22,6 @@ import random
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -33,9 +31,6 @@ import made_up
 import pandas
 import shared
 from matplotlib import pyplot
-from transformers import AutoTokenizer
-
-from inside import lm_steps, parse
 
 # The flags on a CPU, and on a GPU
 LM = {
@@ -89,26 +84,6 @@ def run(script: str, flags, output: Path, processes: int = 1, change=()) -> list
     with (output / "printed.txt").open("a") as printed:
         subprocess.run(command, stdout=printed, stderr=printed, check=True)
     return shared.read_metrics(output)
-
-
-def share_of_waiting(data: Path, step_seconds: float, num_steps: int = 300) -> float:
-    """The share of time in which steps of `step_seconds`, after the first, would wait for one process that tokenizes
-    ahead, from its CPU seconds: a busy machine does not change it. Sequences of 1,024 tokens, 16 a step."""
-    args = parse("lm_multinode.py", "--dataset", data, "--seq-length", 1024, "--global-batch-size", 16)
-    tokenizer = AutoTokenizer.from_pretrained(data.parents[1] / "lm/model")
-    steps = lm_steps(args, tokenizer)
-    next(steps)  # while the model is made
-    made = collections.deque([0.0] * 16)  # when the last steps were taken; 16 is the script's prefetch_factor
-    worker, trainer, waited = 0.0, 0.0, 0.0
-    for _ in range(num_steps):
-        start = time.process_time()
-        next(steps)
-        worker = max(worker, made.popleft()) + time.process_time() - start
-        waited += max(0.0, worker - trainer)
-        trainer = max(worker, trainer)
-        made.append(trainer)
-        trainer += step_seconds
-    return waited / trainer
 
 
 def values(records: list[dict], name: str) -> list:
@@ -208,9 +183,6 @@ def main() -> None:
     curves = {"uninterrupted": whole, "stopped and resumed": resumed}
     rows = [row_of(f"LM, {name}", records, of_lm) for name, records in curves.items()]
     shared.print_table([*rows, row_of("T5", of_t5, of_t5_alone)])
-    for step_seconds in (0.06, 0.12):
-        share = share_of_waiting(folder / "data/code.jsonl", step_seconds)
-        print(f"Beside steps of {step_seconds} s, {100 * share:.1f}% of the time would be waiting")
     loss, val_loss = differences(whole, resumed)
     print(f"\nThe LM's losses differ by {loss:.1e} at most, and its last val_loss by {val_loss:.1e}")
     keep(options.keep, machine, curves, 65_536 if device == "cuda" else 2_048)
