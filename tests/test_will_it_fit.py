@@ -117,7 +117,7 @@ def test_what_is_sent_is_what_the_formulas_say():
 
 
 def test_a_process_holds_and_sends_its_part_of_a_sequence(tmp_path):
-    """In a layer it sends four tensors of its tokens, forward and backward, as docs/your-model-and-data.md says."""
+    """In a layer it sends four tensors of its tokens, forward and backward."""
     script = patched(tmp_path / "copy", "lm-long-context") / "lm_multinode.py"
     check(script, [(*LM, "--context-parallel-size", 2, "--global-batch-size", 4)], 2, tmp_path)
     flags = (script, *LM, "--num-processes", 2, "--vocabulary", 2048)
