@@ -754,7 +754,7 @@ def main(args, world):
     common.say(f"metrics  {log.path}, run {log.run}")
     if args.save_model:
         common.export(model, meta_model, tokenizer, model_folder, world)
-        common.say(f"model    {model_folder} (replaces any earlier one)")
+        common.say(f"model    {model_folder}")
 
 
 if __name__ == "__main__":

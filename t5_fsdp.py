@@ -611,7 +611,7 @@ def main(args, world):
         if args.save_model and (val_loss < best_loss or not args.run_validation):
             best_loss = val_loss
             common.export(model, meta_model, tokenizer, best_folder, world)
-            common.say(f"saved    the model to {best_folder} (replaces any earlier one)")
+            common.say(f"saved    the model to {best_folder}")
 
     if checkpoint:
         common.load_checkpoint(checkpoint, model, optimizer)
