@@ -73,7 +73,7 @@ transformers.logging.disable_progress_bar()
 @dataclass
 class Args:
     # Data and model
-    model: str = "tiny"  # tiny, 150m, 1b, 7b, 13b, 70b: random weights. Or a Hub name or folder
+    model: str = "tiny"  # random weights: tiny, 150m, 1b to 70b (MODELS); or a Hub name or folder
     dataset: str = "builtin"  # builtin; c4; .txt, .csv, .jsonl or .parquet files; Hub name
     text_column: str = "text"  # column with the texts
     tokenizer: str = ""  # for random weights: Hub name or folder; else a new one is trained

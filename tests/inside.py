@@ -1,4 +1,4 @@
-"""The one file that uses names from inside the scripts. If you rename something in a script, change this file.
+"""The one file of the tests that uses names from inside the scripts. If you rename something there, change this file.
 
 First come functions that tests call. Then come changes: `run_many(..., change=(NAME, ARGUMENT, ...))` applies one to a
 script in each process, before its main runs. A change injects a fault or records what the script does.
